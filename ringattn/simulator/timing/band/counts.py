@@ -12,14 +12,10 @@ from ....plan.schedules.ring import Direction
 from ..rates import Faults, Rates
 from ..solvers.recurrence import DirectMessages, Phase, Ring, Value
 from .band import Band, BandTraffic, distinct, find_owner_breakpoints
-from .messages import (
-    RANKS_AT_A_TIME,
-    DirectCosts,
-    NeighborCosts,
-    find_owner_messages,
-    scale_by_slow_ranks,
-    select_neighbors,
-)
+from .messages import RANKS_AT_A_TIME, DirectCosts, NeighborCosts, find_owner_messages, scale_by_slow_ranks
+
+#: Offsets of a rank and its neighbors.
+AROUND = np.arange(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,20 @@ class BandCounts:
         )
 
     @cached_property
-    def direct_bytes(self) -> DirectMessages:
-        """The messages, with their bytes, between block owners and ranks that are not their neighbors."""
-        return select_neighbors(self.owner_messages, self.band.ranks, 0)
+    def by_sign(self) -> dict[int, DirectMessages]:
+        """Owner messages to the next rank (1), to the previous one (-1), and to ranks that are not neighbors (0).
+
+        Messages to neighbors are joined with the sender's other rows. With two ranks, each is the other's next rank.
+        """
+        sent, ranks = self.owner_messages, self.band.ranks
+        distance = (sent.target - sent.source) % ranks
+        signs = np.where(distance == 1, 1, np.where(distance == ranks - 1, -1, 0))
+        return {sign: sent.select(signs == sign) for sign in (1, -1, 0)}
 
     @cached_property
     def signs(self) -> tuple[int, ...]:
         """Directions (+1, -1) in which ranks send to a neighbor."""
-        direct = [s for s in (1, -1) if len(select_neighbors(self.owner_messages, self.band.ranks, s))]
+        direct = [sign for sign in (1, -1) if len(self.by_sign[sign])]
         return tuple(dict.fromkeys([*(self._message_sign(direction) for direction in self.directions), *direct]))
 
     @property
@@ -117,15 +119,19 @@ class BandCounts:
 
     def direct_costs(self, first: int, last: int) -> DirectCosts | None:
         """The direct messages of steps first .. last - 1 with their seconds; None if there are none."""
-        sent = self.direct_bytes.between(first, last)
+        sent = self.by_sign[0].between(first, last)
         if not len(sent):
             return None
 
-        def find_neighbor_costs(ranks: np.ndarray, steps: np.ndarray) -> NeighborCosts:
-            sizes = [*zip(self.signs, self._count_sent(ranks, steps), strict=True)]
-            return NeighborCosts(self.rates, self.faults.at(ranks), sizes, ranks)
+        def neighbor_seconds(steps: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+            around = (ranks[:, None] + AROUND) % self.band.ranks
+            sizes = [*zip(self.signs, self._count_sent(around, steps[:, None]), strict=True)]
+            costs = NeighborCosts(self.rates, self.faults.at(around), sizes, around)
+            return np.stack([np.broadcast_to(x, around.shape)[:, 1] for x in (*costs.sent, *costs.received)]).reshape(
+                2, 2, -1
+            )
 
-        return DirectCosts.of(self.rates, self.faults, sent, find_neighbor_costs)
+        return DirectCosts.of(self.rates, self.faults, sent, neighbor_seconds)
 
     def make_phase(
         self, counted: np.ndarray, ranks: np.ndarray, steps: np.ndarray, direct_costs: DirectCosts | None
@@ -167,9 +173,8 @@ class BandCounts:
     @cached_property
     def _neighbor_messages(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Owner messages to neighbors by direction: (keys step * ranks + sender, ascending; bytes)."""
-        ranks = self.band.ranks
-        by_sign = {sign: select_neighbors(self.owner_messages, ranks, sign) for sign in self.signs}
-        return {sign: (sent.step * ranks + sent.source, sent.bytes) for sign, sent in by_sign.items() if len(sent)}
+        neighbors = ((sign, self.by_sign[sign]) for sign in self.signs)
+        return {s: (sent.step * self.band.ranks + sent.source, sent.bytes) for s, sent in neighbors if len(sent)}
 
     @cached_property
     def _neighbor_breakpoints(self) -> np.ndarray:

@@ -17,8 +17,6 @@ from .band import Band, BandTraffic, distinct
 Bytes = np.ndarray | float
 #: Ranks counted at a time, to bound memory.
 RANKS_AT_A_TIME = 16384
-#: Offsets of a rank and its neighbors.
-AROUND = np.arange(-1, 2)
 
 
 class NeighborCosts:
@@ -135,16 +133,6 @@ def find_owner_messages(
     return DirectMessages(step, source, target, size, np.zeros(len(step)))
 
 
-def select_neighbors(messages: DirectMessages, ranks: int, sign: int) -> DirectMessages:
-    """The messages to the next rank (+1) or to the previous rank (-1); 0: to all other ranks.
-
-    Messages to neighbors are joined with the sender's other rows. With two ranks, each is the other's next rank.
-    """
-    distance = (messages.target - messages.source) % ranks
-    signs = np.where(distance == 1, 1, np.where(distance == ranks - 1, -1, 0))
-    return messages.select(signs == sign)
-
-
 def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, block: int) -> np.ndarray:
     """Which rows their last receivers save for the backward, as in `Route.saved`: bool [entries].
 
@@ -158,10 +146,6 @@ def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, bl
     saved = np.zeros(len(order), dtype=bool)
     saved[order] = (rows_before == 0) | (rows_before + rows[order] <= block)
     return saved
-
-
-#: Returns the costs of messages to neighbors, for ranks [n, 3] (each rank between its neighbors) at steps [n, 1].
-FindNeighborCosts = Callable[[np.ndarray, np.ndarray], NeighborCosts]
 
 
 @dataclass(frozen=True)
@@ -181,9 +165,17 @@ class DirectCosts:
 
     @classmethod
     def of(
-        cls, rates: Rates, faults: Faults, sent: DirectMessages, find_neighbor_costs: FindNeighborCosts
+        cls,
+        rates: Rates,
+        faults: Faults,
+        sent: DirectMessages,
+        neighbor_seconds: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> DirectCosts:
-        """The costs of messages; as in NeighborCosts, messages of one rank, step and link type end together."""
+        """The costs of messages; as in NeighborCosts, messages of one rank, step and link type end together.
+
+        `neighbor_seconds(steps, ranks)` are the seconds of the messages that ranks exchange with their neighbors,
+        [2, 2, ranks] as in NeighborCosts.
+        """
         ranks, per_node = rates.plan.ranks, rates.machine.ranks_per_node
         near = sent.source // per_node == sent.target // per_node
         kind = near.astype(np.int64)
@@ -198,9 +190,7 @@ class DirectCosts:
         for sums, place in zip(end_seconds, places, strict=True):
             np.add.at(sums, (kind, place), alone)
         parts = (end_keys[i : i + RANKS_AT_A_TIME] for i in range(0, len(end_keys), RANKS_AT_A_TIME))
-        together = end_seconds + np.concatenate(
-            [_sum_neighbor_seconds(*np.divmod(keys, ranks), ranks, find_neighbor_costs) for keys in parts], axis=-1
-        )
+        together = end_seconds + np.concatenate([neighbor_seconds(*np.divmod(keys, ranks)) for keys in parts], axis=-1)
         seconds = np.maximum(*(sums[kind, place] for sums, place in zip(together, places, strict=True)))
         for of_ends, place in zip(longest, places, strict=True):
             np.maximum.at(of_ends, place, seconds)
@@ -212,14 +202,3 @@ class DirectCosts:
         place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
         is_end = self.end_keys[place] == keys
         return self.end_seconds[:, :, place] * is_end, self.longest[:, place] * is_end
-
-
-def _sum_neighbor_seconds(
-    step: np.ndarray, rank: np.ndarray, ranks: int, find_neighbor_costs: FindNeighborCosts
-) -> np.ndarray:
-    """Seconds of the messages that ranks exchange with their neighbors at steps, [2, 2, ranks] as in NeighborCosts."""
-    around = (rank[:, None] + AROUND) % ranks
-    costs = find_neighbor_costs(around, step[:, None])
-    return np.stack(
-        [[np.broadcast_to(row, around.shape)[:, 1] for row in rows] for rows in (costs.sent, costs.received)]
-    )

@@ -224,4 +224,4 @@ def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, 
         stalls=stalls,
     )
     sent_bytes, messages = steps.totals[2 : 2 + signs], int(steps.totals[2 + signs :].sum())
-    return loads, Traffic.of(sent_bytes.ravel(), messages, counts.direct_bytes.bytes)
+    return loads, Traffic.of(sent_bytes.ravel(), messages, counts.by_sign[0].bytes)
