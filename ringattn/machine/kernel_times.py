@@ -112,13 +112,8 @@ class KernelTimes(Value):
     def __post_init__(self) -> None:
         check_fields(self, "kernel times")
         measured = {(grid.shape, grid.backward) for grid in self.grids}
-        directions = (("forward", False), ("backward", True))
-        missing = [
-            f"{shape} {direction}"
-            for direction, backward in directions
-            for shape in SHAPES
-            if (shape, backward) not in measured
-        ]
+        every = ((shape, backward) for backward in (False, True) for shape in SHAPES)
+        missing = [f"{one[0]} {'backward' if one[1] else 'forward'}" for one in every if one not in measured]
         if missing:
             raise InvalidInput(
                 f"kernel times: {', '.join(missing)} missing; measure all shapes with ringattn calibrate"
@@ -136,19 +131,14 @@ class KernelTimes(Value):
 
     def check(self, dtype: str, head_dim: int) -> None:
         """Raise Unsupported if the dtype of a plan differs from the measured one, or its head dim is far from it."""
-        if self.extrapolate:
-            return
-        if dtype != self.dtype:
-            raise self._far("dtype", self.dtype, dtype)
-        if not 1 / BEYOND <= head_dim / self.head_dim <= BEYOND:
-            raise self._far("head_dim", self.head_dim, head_dim)
-
-    @staticmethod
-    def _far(name: str, measured: str | int, planned: str | int) -> Unsupported:
-        return Unsupported(
-            f"the kernel times of this machine were measured with {name}={measured}, but the plan has {name}={planned};"
-            f" measure with ringattn calibrate {name}={planned}, or allow the difference with machine.extrapolate=true"
-        )
+        near = 1 / BEYOND <= head_dim / self.head_dim <= BEYOND
+        for name, planned, allowed in (("dtype", dtype, dtype == self.dtype), ("head_dim", head_dim, near)):
+            if not (allowed or self.extrapolate):
+                raise Unsupported(
+                    f"the kernel times of this machine were measured with {name}={getattr(self, name)}, but the plan "
+                    f"has {name}={planned}; measure with ringattn calibrate {name}={planned}, or allow the difference "
+                    "with machine.extrapolate=true"
+                )
 
 
 #: FLOPs of a backward / FLOPs of a forward: five matrix products (recomputed scores, dV, dP, dQ, dK) instead of two.

@@ -91,21 +91,18 @@ class MachineNumber:
         try:
             convert(value, self.kind)
         except ValidationError:
+            number = f"a number from {self._least:g} to {MOST:g}"
+            words = {bool: "True or False", int: "a whole number >= 1", float: number}
+            allowed = words[self.python_type] + (", or None" if self.may_be_none else "")
             example = str(self.example) if self.python_type is bool else f"{self.example:g}"
             raise InvalidInput(
-                f"machine: {name}={shorten(repr(value), 60)} must be {self._allowed()}; {name} is {self.help}; try "
+                f"machine: {name}={shorten(repr(value), 60)} must be {allowed}; {name} is {self.help}; try "
                 f"{name}={example}"
             ) from None
 
     @property
     def _least(self) -> float:
         return 0.0 if self.may_be_zero else LEAST
-
-    def _allowed(self) -> str:
-        """The allowed values in words."""
-        number = f"a number from {self._least:g} to {MOST:g}"
-        words = {bool: "True or False", int: "a whole number >= 1", float: number}[self.python_type]
-        return f"{words}, or None" if self.may_be_none else words
 
 
 @dataclass(frozen=True)
