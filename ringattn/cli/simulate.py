@@ -86,10 +86,10 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:
     """Trace rows of the first steps and messages of the first ranks, one pass after the other."""
-    since, ranks, steps = 0.0, range(min(plan.ranks, TRACED_RANKS)), range(TRACED_STEPS)
+    since = 0.0
     for timeline in timelines:
         backward = timeline.direction == "backward"
-        shown = window(plan, machine, ranks=ranks, steps=steps, backward=backward, **faults)
+        shown = window(plan, machine, ranks=TRACED_RANKS, steps=TRACED_STEPS, backward=backward, **faults)
         yield from modelled_spans(shown, timeline.direction, since)
         since += timeline.seconds
 

@@ -46,12 +46,10 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 def modelled_spans(window: StepWindow, direction: str, since: float = 0.0) -> Iterator[Row]:
     """The spans of some steps of a modelled pass; the pass starts `since` seconds into the trace."""
-    for row, step in enumerate(window.steps):
+    begun, busy_seconds = window.begun.tolist(), window.busy.tolist()
+    for step, each in enumerate(zip(begun, busy_seconds, begun[1:], strict=False)):
         label = f"{direction} step {step}"
-        for column, rank in enumerate(window.ranks):
-            start, busy, following = (
-                float(x) for x in (window.begun[row, column], window.busy[row, column], window.begun[row + 1, column])
-            )
+        for rank, (start, busy, following) in enumerate(zip(*each, strict=True)):
             if busy:
                 yield rank, label, since + start, since + start + busy, None
             if following > start + busy:

@@ -142,7 +142,7 @@ def check(one: Drawn) -> str:
     """
     oracle = EventOracle(one.plan, one.machine, one.backward, **one.faults)
     wanted, busiest = oracle.run(), oracle.busiest()
-    every = {"ranks": range(one.plan.ranks), "steps": range(oracle.count)}
+    every = {"ranks": one.plan.ranks, "steps": oracle.count}
     shown = window(one.plan, one.machine, backward=one.backward, **every, **one.faults)
     for found, expected in ((shown.begun, oracle.begun), (shown.busy, np.array(oracle.busy).T)):
         assert found == pytest.approx(expected, rel=CLOSE), one
