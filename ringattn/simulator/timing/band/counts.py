@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -222,15 +223,8 @@ class BandCounts:
     def _find_reach(self, direction: Direction) -> int:
         """The most hops of any block, by bisection: the needed rows decrease with the distance."""
 
-        def reaches(distance: int) -> bool:
+        def is_beyond(distance: int) -> bool:
             owners = distinct(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))
-            return bool(self.band.rows_beyond(owners, direction.sign, distance, direction.limit).any())
+            return not self.band.rows_beyond(owners, direction.sign, distance, direction.limit).any()
 
-        low, high = 0, 1
-        while high <= direction.limit and reaches(high):
-            low, high = high, 2 * high
-        high = min(high, direction.limit + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if reaches(middle) else (low, middle)
-        return low
+        return bisect_left(range(1, direction.limit + 1), True, key=is_beyond)

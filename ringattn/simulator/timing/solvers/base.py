@@ -72,15 +72,10 @@ class Traffic:
     messages: int
 
     @classmethod
-    def of(cls, carried: np.ndarray, messages: int, direct: np.ndarray) -> Traffic:
-        """The traffic of `messages` messages between neighbours, and of direct messages.
-
-        `carried` are the bytes on each link between neighbours, int64 [links]; `direct` the bytes of each direct
-        message, int64 [messages], each on its own link.
-        """
-        by_link = np.concatenate([carried[carried > 0], direct])
-        total = sum(by_link.tolist())  # Python integers: the sum over all ranks may exceed int64
-        return cls(total, int(by_link.max(initial=0)), len(by_link), messages + len(direct))
+    def of(cls, carried: np.ndarray, messages: int) -> Traffic:
+        """The traffic of `messages` messages; `carried` are the bytes on each link, int64 [links]."""
+        total = sum(carried.tolist())  # Python integers: the sum over all ranks may exceed int64
+        return cls(total, int(carried.max(initial=0)), int(np.count_nonzero(carried)), messages)
 
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
@@ -99,8 +94,7 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
     for stall in ring.stalls:
         loads.stalls[stall.rank] += stall.seconds
-    none = np.zeros(0, dtype=np.int64)
-    traffic = Traffic.of(np.concatenate([*carried.values(), none]), messages, none)
+    traffic = Traffic.of(np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)]), messages)
     return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 
 

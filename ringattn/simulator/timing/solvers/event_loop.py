@@ -80,7 +80,7 @@ class EventPass:
         links, link = np.unique(self.ends[0, mine] * self.busy.shape[1] + self.ends[1, mine], return_inverse=True)
         carried = np.zeros(len(links), dtype=np.int64)
         np.add.at(carried, link, self.bytes[mine])
-        return Traffic.of(carried, len(link), np.zeros(0, dtype=np.int64))
+        return Traffic.of(carried, len(link))
 
     def solve(self, why: str = "every step of every rank") -> Solved:
         """Solve the pass; `why` is the reason, for reports, why every step was simulated."""

@@ -79,7 +79,6 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
     solved, period, left_out = events.solve(why), events.traffic(range(first, first + size)), fold.times - 1
     spread = np.abs(solved.finish[first : first + size] - solved.finish[first + size : first + 2 * size]).max()
     assert spread <= CLOSE * solved.seconds, f"two periods of ranks finish {spread} s apart"
-    small = solved.loads
     return replace(
         solved,
         solver="events, folded",
@@ -88,7 +87,7 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
             f"{fold.plan.ranks:,} of {rates.plan.ranks:,} ranks, step by step; ranks repeat every {size:,}, and depend "
             f"on fewer than {first:,} ranks to either side ({why})"
         ),
-        loads=Loads(*(fold.unfold(x) for x in (small.compute, small.merge, small.interference, small.stalls))),
+        loads=Loads(*map(fold.unfold, vars(solved.loads).values())),
         traffic=replace(
             solved.traffic,
             total=solved.traffic.total + left_out * period.total,

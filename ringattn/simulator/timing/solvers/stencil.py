@@ -224,4 +224,5 @@ def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, 
         stalls=stalls,
     )
     sent_bytes, messages = steps.totals[2 : 2 + signs], int(steps.totals[2 + signs :].sum())
-    return loads, Traffic.of(sent_bytes.ravel(), messages, counts.by_sign[0].bytes)
+    direct_bytes = counts.by_sign[0].bytes  # each on its own link
+    return loads, Traffic.of(np.append(sent_bytes, direct_bytes), messages + len(direct_bytes))
