@@ -70,19 +70,13 @@ def _advance_phase(state: DelayState, phase: Phase) -> int:
         for period in range(1, min(2 * state.ring.ranks, remaining) + 1):
             state.advance(phase, 1)
             remaining -= 1
-            gain = _constant_gain(mark, state.now, state.reference)
-            if gain is not None:
+            gains = state.now - mark
+            if np.ptp(gains) <= SPREAD * state.reference:
                 times = remaining // period
-                state.skip(times * period, times * gain)
+                state.skip(times * period, times * float(gains.mean()))
                 state.advance(phase, remaining - times * period)
                 return times * period
         count = min(apart, remaining)
         state.advance(phase, count)
         remaining, apart = remaining - count, 2 * apart
     return 0
-
-
-def _constant_gain(before: np.ndarray, after: np.ndarray, reference: float) -> float | None:
-    """Seconds between two states, relative to the reference; None if they differ by more than a constant."""
-    gains = after - before
-    return float(gains.mean()) if np.ptp(gains) <= SPREAD * reference else None

@@ -129,18 +129,11 @@ class Ring:
         """Seconds that ranks are busy in a step of a phase: visit, interference and merge."""
         compute = phase.compute
         if self.gamma:
-            compute = compute + self.gamma * np.minimum(compute, self.message_seconds(phase))
+            sent, received = phase.longest_direct  # 0 s without a message
+            for lane in phase.messages:
+                sent, received = largest(sent, lane.seconds), largest(received, shift_ranks(lane.seconds, lane.sign))
+            compute = compute + self.gamma * np.minimum(compute, (sent + received) / 2)
         return compute + phase.merge
-
-    def message_seconds(self, phase: Phase) -> Value:
-        """For each rank, the mean of the seconds of its longest sent and its longest received message in a step.
-
-        A missing message counts as 0 seconds.
-        """
-        sent, received = phase.longest_direct
-        for lane in phase.messages:
-            sent, received = largest(sent, lane.seconds), largest(received, shift_ranks(lane.seconds, lane.sign))
-        return (sent + received) / 2
 
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value, Value]:
         """The stencil (a, b, d) of a phase, and the seconds that ranks are busy.
