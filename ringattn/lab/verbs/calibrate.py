@@ -16,7 +16,7 @@ from ...errors import InvalidInput
 from ...files import check_writable
 from ...machine.file import write_machine
 from ...machine.machine import MACHINE_NUMBERS
-from ...simulator.reporting.console import Number, announcing, format_quantity, get_console, print_grid, print_numbers
+from ...simulator.reporting.console import Number, announce, format_quantity, get_console, print_grid, print_numbers
 from ...text import duration, plural
 from ...transport.base import Transport
 from ...transport.launcher import detect
@@ -77,8 +77,8 @@ def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
             f"{team.size} ranks on nodes of {team.ranks_per_node}: links are measured between nodes with equally "
             "many ranks; start the same number of ranks on each node"
         )
-    with announcing(shown=team.rank == 0) as announce:
-        calibration = calibrate(team, settings, config.machine.made(device.type), announce)
+    told = announce if team.rank == 0 else lambda text: None
+    calibration = calibrate(team, settings, config.machine.made(device.type), told)
     if team.rank == 0:
         made = {  # where, when and with which settings
             **describe_host(),

@@ -8,7 +8,7 @@ from ...cli.config.groups import check_least
 from ...cli.config.schema import parse_size
 from ...errors import BenchFailure, InvalidInput
 from ...files import make_folder
-from ...simulator.reporting.console import announcing, get_console, print_grid, print_paragraph
+from ...simulator.reporting.console import announce, get_console, print_grid, print_paragraph
 from ...text import plural
 from ..bench import get_cases, get_suite
 from ..bench.records import read_results
@@ -40,8 +40,7 @@ def _measure(config: ReportConfig) -> None:
     if suite.check is not None:
         suite.check(folder)
     make_folder(folder)
-    with announcing() as announce:
-        path = run_suite(config.suite, config.cases, config.repeat, folder, memory, announce)
+    path = run_suite(config.suite, config.cases, config.repeat, folder, memory, announce)
     _show_results(path)
 
 

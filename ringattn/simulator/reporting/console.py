@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -22,7 +22,6 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
 from ...text import duration, durations, plural, rate, size
-from ...transport.launcher import progress_stream
 from ..progress import Listener
 
 #: Width of standard output in columns if it is not a terminal: enough for every table.
@@ -122,6 +121,11 @@ def print_plain(text: str) -> None:
     get_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def announce(text: str) -> None:
+    """Print what is measured next."""
+    get_console().print(f"measuring {text}", highlight=False, soft_wrap=True)
+
+
 def _print_table(table: Table) -> None:
     """Print a table; without trailing blanks if the output is not a terminal."""
     console = get_console()
@@ -206,27 +210,6 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
             yield lines
 
 
-@contextmanager
-def announcing(*, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Context manager that yields a function to announce what is measured next.
-
-    In the meantime a terminal shows a spinner; otherwise standard error gets a line every `INTERVAL` seconds.
-    shown=False shows nothing.
-    """
-    if not shown:
-        yield lambda text: None
-        return
-    out, err = get_console(), Console(file=progress_stream())
-    live = out if out.is_terminal else err
-    with live.status("preparing") if live.is_terminal else ProgressLines(err, tenths=False) as shower:
-
-        def announce(text: str) -> None:
-            out.print(f"measuring {text}", highlight=False, soft_wrap=True)
-            shower.update(f"measuring {text}")
-
-        yield announce
-
-
 class ProgressLines:
     """Prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
 
@@ -249,11 +232,6 @@ class ProgressLines:
     def __exit__(self, *error: object) -> None:
         """Print nothing more."""
         self.over = True
-        self.spoken.set()
-
-    def update(self, text: str) -> None:
-        """Set the text of the next lines."""
-        self.text = text
         self.spoken.set()
 
     def __call__(self, done: int, count: int, noun: str) -> None:
