@@ -41,7 +41,7 @@ MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
 #: The most ranks and steps in a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
 #: Attributes of a timeline that are written to JSON unchanged.
-RECORDED = (*("solver", "why", "compared", "seconds", "compute", "exposed", "memory", "total"), *("joules", "price"))
+RECORDED = ("solver", "why", "seconds", "compute", "exposed", "memory", "total", "joules", "price")
 
 
 def main(config: SimulateConfig) -> dict[str, Any] | None:
@@ -136,8 +136,6 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
 
     machine, traffic = timeline.machine, timeline.traffic
     numbers = [Number("solver", f"{timeline.solver}: {timeline.why}")]
-    if timeline.compared:
-        numbers.append(Number("compared", timeline.compared, "counted"))
     numbers.append(Number("time", duration(timeline.seconds), "modelled"))
     numbers.append(Number("  compute, mean", share(timeline.compute), "modelled"))
     for cause, seconds in timeline.exposed.items():

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...errors import InvalidInput
 from ...plan.schedules.ring import Direction, RingSchedule
-from ...text import plural
 from .band.band import Band, BandTraffic, explain_unequal, find_band
 from .band.counts import BandCounts
 from .band.messages import NeighborCosts, scale_by_slow_ranks
@@ -24,13 +23,11 @@ MOST_RANKS = 1 << 20
 class RingProblem:
     """A ring whose costs are known for all ranks at once. Raises InvalidInput for stalls after the last step.
 
-    `compared` says in words which properties of the plan were checked to know them. `counts` provides them if they
-    differ between ranks and steps; None if all visits are equal.
+    `counts` provides them if they differ between ranks and steps; None if all visits are equal.
     """
 
     ring: Ring
     steps: int
-    compared: str
     counts: BandCounts | None = None
 
     def __post_init__(self) -> None:
@@ -78,8 +75,7 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     if plan.ranks > MOST_RANKS:
         return f"visits that differ are counted for at most {MOST_RANKS:,} ranks"
     counts = BandCounts(rates, faults, band.transposed if rates.passes_q else band, directions)
-    words = f"{_describe_band(band)}; {counts.steps:,} steps x {plan.ranks:,} ranks were counted"
-    return RingProblem(counts.ring, counts.steps, words, counts)
+    return RingProblem(counts.ring, counts.steps, counts)
 
 
 def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tuple[Direction, ...]) -> RingProblem:
@@ -106,16 +102,4 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tu
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
     phases = phases[::-1] if traffic.to_owner else phases
-    ring = Ring(ranks, tuple(phases), rates.gamma, stalls=faults.stalls)
-    words = f"{_describe_band(band)}, so that all visits and all blocks are equal"
-    return RingProblem(ring, last, words)
-
-
-def _describe_band(band: Band) -> str:
-    """For the report: what was compared to find the band."""
-    low, high = "-inf" if band.lo is None else f"{band.lo:,}", "inf" if band.hi is None else f"{band.hi:,}"
-    mask = "all pairs" if band.dense else f"{low} <= q - k <= {high}"
-    return (
-        f"the mask's tiles: one, {mask}, over all heads ({band.heads:,}); {plural(band.rows, 'token')} on each of "
-        f"{band.ranks:,} ranks (integers of the whole plan, no sample)"
-    )
+    return RingProblem(Ring(ranks, tuple(phases), rates.gamma, stalls=faults.stalls), last)

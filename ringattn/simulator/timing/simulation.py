@@ -141,7 +141,6 @@ def _make_timeline(rates: Rates, solved: Solved, passes: int | None, host: float
         seconds=seconds,
         solver=solved.solver,
         why=solved.why,
-        compared=solved.compared,
         finish=np.maximum(solved.finish, host) + rates.call,
         compute=compute,
         exposed=exposed,

@@ -35,8 +35,6 @@ class Timeline:
     #: The name of the solver, and why it could be used.
     solver: str
     why: str
-    #: What was compared in the plan to prove that a simpler problem takes as long; "" if every step was simulated.
-    compared: str
     #: When each rank finishes, its call and its host included, float64 [ranks].
     finish: np.ndarray
     #: Mean seconds of visits per rank.

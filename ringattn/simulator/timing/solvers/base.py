@@ -113,8 +113,7 @@ class RingTimes(NamedTuple):
 class Solved:
     """A solved timing problem: times, loads and traffic of one pass.
 
-    `finish` is when each rank has finished, float64 [ranks]. `why` says why the solver could be used, and `compared`
-    which properties of the plan were checked to simplify the problem; "" if every step was simulated.
+    `finish` is when each rank has finished, float64 [ranks]. `why` says why the solver could be used.
     """
 
     solver: str
@@ -122,7 +121,6 @@ class Solved:
     why: str
     loads: Loads
     traffic: Traffic
-    compared: str = ""
     #: Seconds of the pass if messages took no time but ranks still waited for each other. None: unknown, and all
     #: waiting counts as waiting for messages.
     peers: float | None = None
@@ -146,7 +144,7 @@ def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring, bool], 
     if times is None:
         return None
     loads, traffic = survey(times.ring, ring.ranks // times.ring.ranks)
-    solved = Solved(name, times.finish, times.why, loads, traffic, problem.ring.compared, loads.busiest)
+    solved = Solved(name, times.finish, times.why, loads, traffic, loads.busiest)
     if loads.waits(solved.seconds):
         instant = solve(ring, True)
         assert instant is not None, "the same ranks repeat"

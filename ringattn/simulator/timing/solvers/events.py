@@ -94,7 +94,6 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
             links=solved.traffic.links + left_out * period.links,
             messages=solved.traffic.messages + left_out * period.messages,
         ),
-        compared="the finish of two periods of the smaller plan",
     )
 
 

@@ -57,7 +57,7 @@ def solve_by_stencil(problem: TimingProblem) -> Solved | None:
     finish = state.finish()
     loads, traffic = _sum_resources(ring.counts, steps)
     peers = float(instant.finish().max()) if loads.waits(float(finish.max())) else loads.busiest
-    return Solved("stencil", finish, WHY, loads, traffic, ring.compared, peers)
+    return Solved("stencil", finish, WHY, loads, traffic, peers)
 
 
 def solve_stencil(ring: Ring, instant: bool = False) -> RingTimes:
