@@ -352,12 +352,7 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
     prediction = best.prediction
     assert prediction is not None
     share = prediction.exposed / prediction.seconds if prediction.seconds else 0.0
-    if not prediction.messages:
-        waits = "no messages"
-    elif share < 1e-6:
-        waits = "its messages hide under the computation"
-    else:
-        waits = f"{share:.0%} of it waiting" if share >= 0.01 else "less than 1% of it waiting"
+    waits = f"{share:.0%} of it waiting" if prediction.messages else "no messages"
     text = f"{best} is predicted to take {duration(prediction.seconds)}, {waits}"
     if rates.cores is not None:
         ranks = min(rates.machine.ranks_per_node, rates.plan.ranks)
@@ -368,8 +363,6 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
     ratio = other.seconds / prediction.seconds if prediction.seconds else 1.0
     if ratio < 1:
         return f"{text}; {other} takes {1 - ratio:.1%} less, too little to give up the simpler choice"
-    if ratio <= EQUAL:
-        return f"{text}; the next, {other}, takes the same time within {EQUAL - 1:.0%}"
     return f"{text}; the next, {other}, takes {ratio:.2f} times as long"
 
 
