@@ -140,10 +140,10 @@ def find_plan(
         from ..simulator.timing.auto import choose, choose_rectangle
 
         assert on_machine is not None
-        names = None if schedule == "auto" else (schedule,)
+        wanted = None if schedule == "auto" else schedule
         if by_events:
-            return choose_rectangle(make, layouts, names, rotates, on_machine)
-        return choose(make, layouts, names, on_machine)
+            return choose_rectangle(make, layouts, wanted, rotates, on_machine)
+        return choose(make, layouts, wanted, on_machine)
 
     key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)

@@ -83,15 +83,15 @@ def list_layouts(ranks: int) -> tuple[str, ...]:
 
 
 def choose(
-    make: Callable[[Layout, str], Plan], layouts: Sequence[Layout], names: Sequence[str] | None, machine: Machine
+    make: Callable[[Layout, str], Plan], layouts: Sequence[Layout], schedule: str | None, machine: Machine
 ) -> Plan:
-    """The fastest plan over all `layouts` and the schedules `names` (None: those of `auto`), with its `choice`. Pure.
+    """The fastest plan over all `layouts` with `schedule` (None: one of those of `auto`), with its `choice`. Pure.
 
     `make` makes the plan for a layout and a schedule. Reads no clock, so that all ranks choose the same plan. Schedules
     after the ring are compared only if the ring on the same layout has an estimate, or was skipped because its lower
     bound was already slower than the best.
     """
-    first = make(layouts[0], names[0] if names else "ring")
+    first = make(layouts[0], schedule or "ring")
     reason = _explain_idle(first)
     if reason:
         return _take_first(first, (), f"{reason}: nothing was compared", machine)
@@ -99,9 +99,8 @@ def choose(
     for layout in layouts:
         if len(layouts) > 1 and len(layout.shard(0)) > MAX_RANGES:
             compared.leave_out(layout, "any schedule", f"shards of more than {MAX_RANGES} ranges")
-        elif names:
-            for name in names:
-                compared.add(layout, name)
+        elif schedule:
+            compared.add(layout, schedule)
         else:
             compared.add_all(layout, list_schedules(first, machine))
             if not list_ulysses_sizes(first):
@@ -153,8 +152,7 @@ def choose_layout(
     """
     on = get_machine(machine)
     alone = [
-        [choose(lambda *_, p=p: p, [p.layout], [p.schedule], on) if not p.choice else p for p in masks]
-        for masks in plans
+        [choose(lambda *_, p=p: p, [p.layout], p.schedule, on) if not p.choice else p for p in masks] for masks in plans
     ]
     choices = [[plan.choice for plan in masks if plan.choice] for masks in alone]
     seconds = [
@@ -171,17 +169,17 @@ def choose_layout(
 def choose_rectangle(
     make: Callable[[Layout, str, str], Plan],
     layouts: Sequence[Layout],
-    names: Sequence[str] | None,
+    schedule: str | None,
     rotates: Sequence[str],
     machine: Machine,
 ) -> Plan:
     """The fastest plan of a rectangle, by simulating every step of every rank, with its `choice`. Pure.
 
-    `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `names` as in `choose`. The layout and
+    `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `schedule` as in `choose`. The layout and
     `rotate` that are fastest in the ring are used for the other schedules. With more than `WHOLE` ranks nothing is
     simulated: the first layout and schedule are taken, and the `rotate` that sends fewer bytes.
     """
-    name, *others = names or ["ring"]
+    name = schedule or "ring"
     first = make(layouts[0], name, rotates[0])
     reason = _explain_idle(first)
     if not reason and first.ranks > WHOLE:
@@ -208,7 +206,7 @@ def choose_rectangle(
         for rotate in rotates:
             add(layout, name, rotate)
     best = _take_best(tuple(candidates), plans, machine)
-    for name in list_schedules(first, machine)[1:] if names is None else others:
+    for name in () if schedule else list_schedules(first, machine)[1:]:
         fastest = min(candidate.seconds for candidate in plans)
         if fastest <= min(candidate.prediction.compute for candidate in plans if candidate.prediction) * EQUAL:
             why = f"no schedule can take less than its visits, which is {duration(fastest)} within {EQUAL - 1:.0%}"
