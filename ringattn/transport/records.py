@@ -1,9 +1,8 @@
 """Records that ranks exchange in addition to a plan's messages: frames, errors of other ranks, and comparisons.
 
-Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
-version of this protocol, the kind of the frame (a value or an exception), the name of the
-stage, and a body of bounded length. A frame that cannot be decoded, or that belongs to another stage, is a Mismatch
-that names its rank.
+Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the kind
+of the frame (a value or an exception), the name of the stage, and a body. A frame that cannot be decoded, or that
+belongs to another stage, is a Mismatch that names its rank.
 
 The stage matters when a rank has left a call early: its next frame meets the other ranks' frames of the old call. All
 ranks raise in that exchange, so in the next call they are in step again.
@@ -21,10 +20,11 @@ from ..text import plural
 if TYPE_CHECKING:
     from .base import Transport
 
-MAGIC, VERSION = b"ra", 1
+#: The first bytes of a frame; the last of them is the version of this protocol.
+MAGIC = b"ra\1"
 #: Kinds of frames: a value, or the text of an exception.
 VALUE, FAILED = range(2)
-#: Bytes of a frame before the name of its stage: magic, version, kind, length of the name.
+#: Bytes of a frame before the name of its stage: magic, kind, length of the name.
 PREFIX = 5
 #: The most characters of an error that other ranks repeat.
 QUOTED = 1500
@@ -110,27 +110,22 @@ class Exchange(ErrorReport):
     def _finish(self) -> None:
         assert self.limit is None or len(self.mine) <= self.limit, f"{self.stage}: {len(self.mine):,} bytes"
         frames = self.transport.gather(frame(self.stage, self.mine, VALUE), self.stage)
-        self.records = [open_frame(raw, rank, self.stage, self.limit) for rank, raw in enumerate(frames)]
+        self.records = [open_frame(raw, rank, self.stage) for rank, raw in enumerate(frames)]
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:
     """The bytes of a frame of a stage. `kind` is VALUE or FAILED."""
     name = stage.encode()
-    return MAGIC + bytes((VERSION, kind, len(name))) + name + body
+    return MAGIC + bytes((kind, len(name))) + name + body
 
 
-def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> bytes:
+def open_frame(raw: bytes, rank: int, stage: str) -> bytes:
     """The body of a rank's frame. Raises a Mismatch that names the rank if the frame holds no value of this stage."""
     if len(raw) < PREFIX or not raw.startswith(MAGIC):
         raise Mismatch(
             f"rank {rank} sent {plural(len(raw), 'byte')} where the ranks exchange handshake records of stage "
-            f"{stage!r}; make the same calls in the same order on all ranks, and let nothing else use this transport "
-            "meanwhile"
-        )
-    if raw[2] != VERSION:
-        raise Mismatch(
-            f"rank {rank} speaks version {raw[2]} of the handshake, the others version {VERSION}; install the same "
-            "ringattn on all ranks"
+            f"{stage!r}; make the same calls in the same order on all ranks, install the same ringattn there, and let "
+            "nothing else use this transport meanwhile"
         )
     end = PREFIX + raw[4]
     kind, name, body = raw[3], raw[PREFIX:end].decode(errors="replace"), raw[end:]
@@ -142,16 +137,14 @@ def open_frame(raw: bytes, rank: int, stage: str, limit: int | None = None) -> b
             "calls, or an exception took this rank out of an earlier call; make the same calls in the same order on "
             "all ranks, and continue together after an error"
         )
-    if limit is not None and len(body) > limit:
-        raise Mismatch(
-            f"rank {rank} sent {len(body):,} bytes at stage {stage!r}, where at most {limit:,} are expected; install "
-            "the same ringattn on all ranks"
-        )
     return body
 
 
-def decode(records: list[bytes]) -> list[dict[str, Any]]:
-    """The records of all ranks. Raises a Mismatch that names the first rank whose record cannot be decoded."""
+def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
+    """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ.
+
+    Raises a Mismatch that names the first rank whose record cannot be decoded.
+    """
     decoded: list[dict[str, Any]] = []
     for rank, raw in enumerate(records):
         try:
@@ -161,6 +154,7 @@ def decode(records: list[bytes]) -> list[dict[str, Any]]:
         if not isinstance(fields, dict) or (decoded and fields.keys() != decoded[0].keys()):
             raise undecoded(rank, raw)
         decoded.append(fields)
+    compare(dict(enumerate(decoded)))
     return decoded
 
 
@@ -170,14 +164,6 @@ def undecoded(rank: int, raw: bytes) -> Mismatch:
         f"rank {rank} sent {plural(len(raw), 'byte')} that cannot be decoded as its part of the handshake; install the "
         "same ringattn on all ranks, and let nothing else use this transport meanwhile"
     )
-
-
-def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
-    """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ."""
-    decoded = decode(records)
-    if decoded:
-        compare(dict(enumerate(decoded)))
-    return decoded
 
 
 def compare(records: dict[int, dict[str, Any]]) -> None:
