@@ -253,63 +253,50 @@ def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder `path` if it does not exist; its parent must exist, unless it is the default folder `OUTPUTS`.
+    """Create the folder `path` if it does not exist. Its parent must exist, unless that is in the folder `OUTPUTS`.
 
     Raises InvalidInput if the folder cannot be created, or if this user cannot write to it.
     """
-    if not stat.S_ISDIR(_file_type(path)):
-        _check_parent(path)
+    _check_parent(path)
     try:
         path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(
-            f"output {path}: cannot be made as a folder ({error.strerror}); choose another path"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"output {path}: cannot be made as a folder ({reason}); choose another path") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
 
 
 def _checked_target(path: Path) -> Path:
     """The file that a write to `path` replaces; for a link, its target. Raises InvalidInput if it is not writable."""
-    file_type = _file_type(path)  # before `resolve`, which fails on a link that points to itself
+    try:
+        mode = path.stat().st_mode  # before `resolve`, which fails on a link that points to itself
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    # A name that is too long, a loop of links, a folder that may not be searched, or a NUL character.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"output {path}: cannot be written ({reason}); choose another path") from None
     target = path.resolve()
-    if stat.S_ISDIR(file_type):
+    if stat.S_ISDIR(mode):
         raise InvalidInput(f"output {path}: is a folder; give the path of a file")
-    if file_type and not stat.S_ISREG(file_type):
+    if mode and not stat.S_ISREG(mode):
         raise InvalidInput(f"output {path}: is not an ordinary file, so it cannot be replaced; give another path")
     _check_parent(path)
-    if file_type and not os.access(target, os.W_OK):
+    if mode and not os.access(target, os.W_OK):
         raise InvalidInput(f"output {path}: not writable by this user; choose another path")
     return target
 
 
 def _check_parent(path: Path) -> None:
     """Raise InvalidInput if the parent folder of `path` does not exist; parents in `OUTPUTS` are created."""
-    if path.parts[:1] == (OUTPUTS,):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInput(
-                f"output {path}: {path.parent} cannot be made ({error.strerror}); choose another path"
-            ) from error
-    parent = path.resolve().parent if path.is_symlink() else path.parent
-    file_type = _file_type(parent)
-    if not file_type:
+    parent = Path(os.path.realpath(path)).parent if os.path.islink(path) else path.parent
+    if parent.parts[:1] == (OUTPUTS,):
+        make_folder(parent)
+    elif not os.path.isdir(parent):  # False also where this user may not look
+        if os.path.exists(parent):
+            raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path")
         raise InvalidInput(f"output {path}: the folder {parent} does not exist; make it first")
-    if not stat.S_ISDIR(file_type):
-        raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path")
-
-
-def _file_type(path: Path) -> int:
-    """The file type bits of `stat`; 0 if nothing exists at `path`. Raises InvalidInput for an impossible path."""
-    try:
-        return stat.S_IFMT(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    # Impossible: a name that is too long, a loop of links, a folder that may not be searched, or a NUL character.
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"output {path}: cannot be written ({reason}); choose another path") from None
 
 
 @contextmanager

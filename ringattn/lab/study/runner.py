@@ -128,8 +128,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     """
     check_study(study.config.study, study.points)
     folder, head = study.folder, make_head(study.config, study.points)
-    for each in (*((STUDIES.parent, STUDIES) if folder.parent == STUDIES else ()), folder):
-        make_folder(each)
+    make_folder(folder)
     if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
         raise InvalidInput(f"{folder}: holds files, but no study; give an output.path that is new or empty")
     with Journal(folder / JOURNAL, head) as journal:
