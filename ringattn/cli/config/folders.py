@@ -118,20 +118,10 @@ def heading(text: str) -> list[str]:
 def fit(text: str) -> str:
     """The help text, wrapped to the width of the terminal with the indentation of its descriptions."""
     width = shutil.get_terminal_size((120, 24)).columns
-    return "\n".join(part for line in text.splitlines() for part in _fit_line(line, width))
-
-
-def _fit_line(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    start = re.match(r".*?#\s+|\s*\S+\s{2,}|\s*", line)
-    assert start is not None
-    head = start[0]
-    if len(head) > width // 2:  # its text begins below
-        below = " " * (len(head) - len(head.lstrip()) + 4) + ("# " if "#" in head else "")
-        return [
-            head.rstrip("# "),
-            *textwrap.wrap(line[len(head) :], width, initial_indent=below, subsequent_indent=below),
-        ]
-    below = re.sub(r"[^#]", " ", head) if head.strip() else head + "  "
-    return textwrap.wrap(line[len(head) :], width, initial_indent=head, subsequent_indent=below, break_on_hyphens=False)
+    lines = []
+    for line in text.splitlines():
+        # Continued lines begin below the comment or the description.
+        head = re.sub(r"(.*?#\s+|\s*\S+\s{2,}|\s*).*", r"\1", line)
+        below = re.sub(r"[^#]", " ", head) if head.strip() else head + "  "
+        lines += textwrap.wrap(line, width, subsequent_indent=below[-width // 2 :], break_on_hyphens=False) or [""]
+    return "\n".join(lines)
