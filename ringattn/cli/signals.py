@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..transport.launcher import TERMINATED, terminable
+from ..transport.launcher import TERMINATED, handling, terminable
 
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
@@ -21,21 +20,13 @@ SIGNALS: dict[int, tuple[str, int, Any]] = {
 }
 
 
-@contextmanager
-def ending_at_once() -> Iterator[None]:
+def ending_at_once() -> AbstractContextManager[None]:
     """Within the block, a signal ends the process at once, without cleanup.
 
     The signal raises no exception, as imports, Hydra and OmegaConf would take that for an error of their own. Signals
     that are ignored, or have handlers of the caller's own, stay as they are.
     """
-    ours = {number: handler for number, (_, _, handler) in SIGNALS.items() if _handler(number) == handler}
-    try:
-        for number in ours:
-            signal.signal(number, _end)
-        yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
+    return handling({number: (default, _end) for number, (_, _, default) in SIGNALS.items()})
 
 
 @contextmanager
@@ -45,11 +36,11 @@ def ending_tidily(launched: bool) -> Iterator[None]:
     `launched`: this process is a rank of a launched job; SIGTERM then ends it at once, as it may be waiting in a
     collective, where Python handles no signals.
     """
-    ours = [number for number in SIGNALS if _handler(number) == _end]
     try:
-        for number in ours:
-            signal.signal(number, SIGNALS[number][2])
-        with nullcontext() if launched else terminable():
+        with (
+            handling({number: (_end, default) for number, (_, _, default) in SIGNALS.items()}),
+            nullcontext() if launched else terminable(),
+        ):
             yield
     except KeyboardInterrupt:
         _print_word(signal.SIGINT)
@@ -58,14 +49,6 @@ def ending_tidily(launched: bool) -> Iterator[None]:
         if end.code == TERMINATED:
             _print_word(signal.SIGTERM)
         raise
-    finally:
-        for number in ours:
-            signal.signal(number, _end)
-
-
-def _handler(number: int) -> Any:
-    """The handler of a signal; None outside the main thread, as only that can set handlers."""
-    return signal.getsignal(number) if threading.current_thread() is threading.main_thread() else None
 
 
 def _end(number: int, frame: FrameType | None = None) -> NoReturn:

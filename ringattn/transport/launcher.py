@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
@@ -206,17 +206,22 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, so that the block can clean up, unless SIGTERM has another handler."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
+def handling(handlers: Mapping[int, tuple[Any, Any]]) -> Iterator[None]:
+    """Replace handlers of signals in the block: {signal: (old, new)}. A signal whose handler is not `old` keeps it."""
+    is_main = threading.current_thread() is threading.main_thread()  # only that can set handlers
+    ours = {number: pair for number, pair in handlers.items() if is_main and signal.getsignal(number) == pair[0]}
     try:
+        for number, (_, new) in ours.items():
+            signal.signal(number, new)
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, (old, _) in ours.items():
+            signal.signal(number, old)
+
+
+def terminable() -> AbstractContextManager[None]:
+    """Let SIGTERM raise SystemExit in the block, so that the block can clean up, unless SIGTERM has another handler."""
+    return handling({signal.SIGTERM: (signal.SIG_DFL, lambda number, frame: sys.exit(TERMINATED))})
 
 
 def drop_output() -> None:
