@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from ...errors import InvalidInput
@@ -45,12 +45,9 @@ def parse_size(value: Size, name: str = "size") -> int:
     Raises InvalidInput, naming the setting `name`, if `value` is not a whole number in 0 .. `MAX_SIZE`.
     """
     text = str(value).strip().replace("_", "").lower()
-    match = re.fullmatch(r"0*(\d+?(?:\.\d+)?(?:e\+?\d+)?)(?:([kmgt])(?:ib)?)?", text)
-    number = math.nan
-    if match is not None:  # int() is slow for very many digits
-        digits = match[1] if re.search(r"[.e]", match[1]) or len(match[1]) < 99 else "9" * 99
-        number = (int(digits) if digits.isdigit() else float(digits)) * _SUFFIXES[match[2] or ""]
-    if not math.isfinite(number) or number != int(number):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d{1,4})?)(?:([kmgt])(?:ib)?)?", text)
+    number = Decimal(match[1]) * _SUFFIXES[match[2] or ""] if match is not None else Decimal("nan")
+    if number != number.to_integral_value():
         problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
         raise InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
     if number > MAX_SIZE:
