@@ -18,9 +18,9 @@ from .defaults import settings_of
 
 #: A whole number in human notation: 4096, 1e9 or 64k. `schema.parse_size` parses it.
 Size = int | float | str
-#: Groups whose `spec` is a text with parameters.
 #: What a model may do.
 PHASES = ("training", "prefill", "decode")
+#: Groups whose `spec` is a text with parameters.
 PARAMETER_GROUPS = ("pattern", "layout", "schedule")
 
 

@@ -105,7 +105,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides of a verb in Hydra's syntax: patterns quoted, sizes in digits. Raises InvalidInput."""
-    verb = "report" if verb == "bench" else verb
     for word, value in zip(overrides, [*overrides[1:], "..."], strict=False):
         if "=" not in word and not word.startswith("~"):
             value = "..." if "=" in value else value
