@@ -56,6 +56,8 @@ PRESETS: dict[str, Pattern] = {
     "fine_grained": hierarchical(64, levels=((1, 2), (4, 8))),
     "long_range": hierarchical(128, levels=((1, 1), (32, -1))),
 }
+#: Names of dilated attention on one device, and of a ring. The preceding projects had one implementation per name; here
+#: all names of a kind compute the same thing.
 ONE_DEVICE = ("standard", "improved", "DilatedAttention", "ImprovedDilatedAttention")
 RING = (
     "ring",
@@ -67,9 +69,6 @@ RING = (
     "v2",
     "production",
 )
-#: Names of dilated attention, True for a ring. The preceding projects had one implementation per name; here all names
-#: of a kind compute the same thing.
-DILATED = {**dict.fromkeys(ONE_DEVICE, False), **dict.fromkeys(RING, True)}
 BLOCK_SPARSE = ("block_sparse", "block_sparse_ring", "BlockSparseRingDilatedAttention")
 VARIANTS = ("base", "multihead", "adaptive", "hierarchical")
 
@@ -239,15 +238,13 @@ def _find_pattern(pattern: str | Pattern, density: float | None, block: int | No
 
 def _place(name: str, ring_size: int | None) -> dict[str, Any]:
     """The options of `RingAttention` that decide where a module of this name runs: group=, ranks= or none."""
-    if name not in (*DILATED, "auto"):
-        names = [*DILATED, "auto", *BLOCK_SPARSE]
+    if name not in (*ONE_DEVICE, *RING, "auto"):
+        names = [*ONE_DEVICE, *RING, "auto", *BLOCK_SPARSE]
         raise InvalidInput(f"unknown attention {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
     distributed = dist.is_available() and dist.is_initialized()
-    if name == "auto" and ring_size is None and not distributed:
-        return {}
-    if not DILATED.get(name, True):
-        if ring_size not in (None, 1):
-            raise InvalidInput(f"ring_size={ring_size}: {name!r} runs on one device; try the name 'ring'")
+    if name in ONE_DEVICE and ring_size not in (None, 1):
+        raise InvalidInput(f"ring_size={ring_size}: {name!r} runs on one device; try the name 'ring'")
+    if name in ONE_DEVICE or (name == "auto" and ring_size is None and not distributed):
         return {}
     if distributed:
         world = dist.get_world_size()

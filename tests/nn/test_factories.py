@@ -10,7 +10,7 @@ from oracle import error
 
 import ringattn as ra
 from ringattn import Causal, Dilated, InvalidInput, local_window
-from ringattn.compat import DILATED, FAMILIES, PRESETS
+from ringattn.compat import FAMILIES, ONE_DEVICE, PRESETS, RING
 
 TOKENS = 200
 
@@ -25,9 +25,9 @@ def functional(pattern: ra.Pattern, q: torch.Tensor, k: torch.Tensor, v: torch.T
     return ra.attention(*(x.transpose(1, 2) for x in (q, k, v)), pattern).transpose(1, 2)
 
 
-@pytest.mark.parametrize("name", [*DILATED, "auto"])
+@pytest.mark.parametrize("name", [*ONE_DEVICE, *RING, "auto"])
 def test_dilated_names(name: str) -> None:
-    ring = {"ring_size": 3} if DILATED.get(name, True) else {}
+    ring = {"ring_size": 3} if name not in ONE_DEVICE else {}
     module = ra.create_dilated_attention(name, segment_lengths=[32, 64], dilation_rates=[1, 2], **ring)
     wanted = functional(Dilated((32, 64), (1, 2), mix="group"), *tensors())
     assert error(module(*tensors()), wanted) < 1e-12
