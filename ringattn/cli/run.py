@@ -108,9 +108,6 @@ class RankRun(Run):
     def executed_ranks(self) -> range:
         return range(self.rank, self.rank + 1)
 
-    def check_plan(self) -> None:
-        check_memory(self.plan, self.plan.layout.rows(self.rank))
-
     def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
         return read_shard(source, self.plan.layout, self.rank)
 
@@ -133,9 +130,6 @@ class RankRun(Run):
 
     def compare(self, out: torch.Tensor) -> float | None:
         return self.sampled_error(out, self.plan.layout.positions(self.rank), self._reduce)
-
-    def process_name(self, rank: int) -> str:
-        return f"rank {rank}"
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Gather the shards on rank 0, which alone holds the whole output, and write them there."""

@@ -122,16 +122,12 @@ class Run:
         """Open the input, plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
         source = open_source(self.config)
         self.plan = self.made_plan or plan_run(self.config, source, self.ranks)
-        self.check_plan()
+        check_memory(self.plan, sum(map(self.plan.layout.rows, self.executed_ranks())))
         if self.rank == 0:
             check_outputs(self.config)
         self.inputs = tuple(x.to(self.device) for x in self.load(source))
         if self.config.backward:
             self.inputs = tuple(x.requires_grad_() for x in self.inputs)
-
-    def check_plan(self) -> None:
-        """Raise InvalidInput if this machine cannot execute the plan."""
-        check_memory(self.plan, self.plan.tokens)
 
     def load(self, source: InputSource) -> tuple[torch.Tensor, ...]:
         """(q, k, v) of this process."""
@@ -171,10 +167,6 @@ class Run:
     def where(self) -> str:
         """The layout and the ranks, for the title of the report."""
         return f"{self.plan.layout.name} on {self.plan.ranks} {self.config.transport.spec} ranks"
-
-    def process_name(self, rank: int) -> str:
-        """The name of a process in the report."""
-        return "of the process"
 
     def options(self) -> dict[str, Any]:
         """Options of the attention call; layout and schedule come from the plan, which resolved "auto"."""
@@ -312,7 +304,7 @@ class Run:
             "passes": passes,
             "processes": [
                 {
-                    "name": self.process_name(rank),
+                    "name": f"rank {rank}" if len(processes) > 1 else "of the process",
                     "peak_bytes": process.peak,
                     "start_bytes": process.before,
                     "device_peak_bytes": process.device_peak,

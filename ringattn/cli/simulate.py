@@ -160,7 +160,7 @@ def _timeline_numbers(timeline: Timeline) -> list[Number]:
 
 def _job_numbers(timeline: Timeline) -> list[Number]:
     """Failures, checkpoints, energy and cost of the job, or of one pass if `passes` is not set."""
-    numbers, unit, included, kind = [], "pass", "", "modelled"
+    numbers, unit, included = [], "pass" if timeline.passes is None else "job", ""
     if timeline.machine.mtbf is not None:
         numbers.append(Number("a failure every", duration(timeline.machine.mtbf / timeline.ranks), "modelled"))
     if timeline.failures is not None:
@@ -169,11 +169,10 @@ def _job_numbers(timeline: Timeline) -> list[Number]:
         numbers.append(Number("checkpoint", text, "modelled"))
         included = ", with failures and checkpoints"
     if timeline.passes is not None:
-        unit = "job"
         text = f"{plural(timeline.passes, 'pass')} in {duration(timeline.total)}{included}"
         numbers.append(Number("job", text, "modelled"))
     if timeline.joules is not None:
-        numbers.append(Number(f"energy of the {unit}", f"{digits(timeline.joules / JOULES_PER_KWH)} kWh", kind))
+        numbers.append(Number(f"energy of the {unit}", f"{digits(timeline.joules / JOULES_PER_KWH)} kWh", "modelled"))
     if timeline.price is not None:
         text = f"{digits(timeline.price)} in the currency of machine.price"
         numbers.append(Number(f"cost of the {unit}", text, "modelled"))
