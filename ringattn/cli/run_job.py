@@ -187,8 +187,29 @@ class Run:
         Peak memory is that of the first timed run.
         """
         steps, total = count(1), self._count_posts() * (self.config.repeat + 1)
+        measurements = RankMeasurements()
         with Trace(lambda rank: self.tell(min(next(steps), total), total, "steps")) as trace:
-            return self._measure(trace)
+            for run in range(self.config.repeat + 1):
+                trace.spans.clear()
+                if run == 1:
+                    measurements.before = memory.resident()
+                    memory.reset_peak()
+                    if self.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats(self.device)
+                        measurements.device_before = torch.cuda.memory_allocated(self.device)
+                out, lse = self._time(measurements, "forward", self.attend)
+                begun = self._begun
+                if self.config.backward:
+                    self._time(measurements, "backward", partial(self.backward, out))
+                if run == 1:
+                    measurements.peak = memory.peak()
+                    if self.device.type == "cuda":
+                        measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
+        if self.config.trace is not None:
+            measurements.spans = [span._replace(start=span.start - begun, end=span.end - begun) for span in trace.spans]
+        for seconds in measurements.seconds.values():
+            del seconds[0]
+        return out.detach(), lse.detach(), measurements
 
     def _count_posts(self) -> int:
         """Estimated number of message steps of this process in one run: a forward and, if timed, a backward."""
@@ -201,30 +222,6 @@ class Run:
     def executed_ranks(self) -> range:
         """The ranks that this process executes."""
         return range(self.plan.ranks)
-
-    def _measure(self, trace: Trace) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
-        measurements = RankMeasurements()
-        for run in range(self.config.repeat + 1):
-            trace.spans.clear()
-            if run == 1:
-                measurements.before = memory.resident()
-                memory.reset_peak()
-                if self.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(self.device)
-                    measurements.device_before = torch.cuda.memory_allocated(self.device)
-            out, lse = self._time(measurements, "forward", self.attend)
-            begun = self._begun
-            if self.config.backward:
-                self._time(measurements, "backward", partial(self.backward, out))
-            if run == 1:
-                measurements.peak = memory.peak()
-                if self.device.type == "cuda":
-                    measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
-        if self.config.trace is not None:
-            measurements.spans = [span._replace(start=span.start - begun, end=span.end - begun) for span in trace.spans]
-        for seconds in measurements.seconds.values():
-            del seconds[0]
-        return out.detach(), lse.detach(), measurements
 
     def _time(self, measurements: RankMeasurements, name: str, call: Callable[[], T]) -> T:
         """Run a pass and return its result; `measurements` gets its bytes, and its seconds until all processes end."""
