@@ -103,8 +103,6 @@ class Channel:
         self.device: torch.device | None = None
         #: Whether an error has been raised on this rank.
         self.has_raised = False
-        #: The number of frames that this rank has sent.
-        self.sent_frames = 0
         self._changed = threading.Condition()
         self._waiting = dict.fromkeys(self.comparison.peers, b"")
         #: Peers whose connection accepts no more bytes for now.
@@ -257,7 +255,6 @@ class Channel:
 
     def _send(self, peer: int, frame: bytes) -> None:
         """Send as much as the connection accepts now; the thread sends the rest."""
-        self.sent_frames += 1
         self._waiting[peer] += frame
         if peer not in self._blocked:
             self._flush(peer)
