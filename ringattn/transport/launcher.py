@@ -249,10 +249,8 @@ _progress: TextIO | None = None
 
 def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> None:
     """Wait for the results of all ranks. Raises LaunchFailure if a rank fails or the timeout is over."""
-    running, failed = (
-        dict(enumerate(processes)),
-        dict[int, int](),
-    )  # the exit codes of failed ranks, the first one first
+    running = dict(enumerate(processes))
+    failed: dict[int, int] = {}  # the exit codes of failed ranks, the first one first
     deadline = time.monotonic() + timeout
     while running and (seconds := deadline - time.monotonic()) > 0:
         connection.wait([process.sentinel for process in running.values()], min(seconds, 3600.0))

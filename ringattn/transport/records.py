@@ -56,13 +56,12 @@ class ErrorReport:
     would take the report for their next call.
     """
 
+    once = False
+
     def __init__(
         self, transport: Transport, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
     ) -> None:
         self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
-
-    #: Whether an error is reported only if no exchange has reported it before.
-    once = False
 
     def __enter__(self) -> Self:
         return self
