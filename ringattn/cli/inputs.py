@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..dtypes import dtype_name
 from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
 from ..nn import rotate
 from ..simulator.numerics.source import counter_normal
-from .config.groups import check_choice, check_file
+from .config.groups import check_file
 from .config.schema import RunConfig
-from .tensor_files import DTYPES, StoredTensor, read_npz, read_safetensors
+from .tensor_files import StoredTensor, read_npz, read_safetensors
 
 NAMES = ("q", "k", "v")
 #: The tensors read from a file; dout, the gradient of the output, is optional.
@@ -47,11 +48,10 @@ def open_source(config: RunConfig) -> InputSource:
     if config.input.name == "file":
         check_file("input", "file", config.input.path, "a .safetensors or .npz file with q, k and v")
         return _open_file(Path(str(config.input.path)))
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    check_choice("dtype", config.dtype, dtypes)
     kv_heads = config.heads if config.kv_heads is None else config.kv_heads
     width = config.head_dim
-    shape = InputShape(config.batch, config.heads, kv_heads, config.size(), width, width, dtypes[config.dtype])
+    dtype = getattr(torch, dtype_name(config.dtype))
+    shape = InputShape(config.batch, config.heads, kv_heads, config.size(), width, width, dtype)
     if config.input.name == "text":
         return TextSource(shape, _read_text(config.input.path, shape.tokens), config.input.seed)
     return RandomSource(shape, config.input.seed)
