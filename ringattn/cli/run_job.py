@@ -75,18 +75,12 @@ def check_memory(plan: Plan, rows: int) -> None:
 
 @dataclass
 class RankMeasurements:
-    """Measurements of one process: by pass, the seconds of each timed run and the bytes sent; bytes of memory.
-
-    `peak` and `before` are resident bytes of the host. `device_peak` and `device_before` are bytes of tensors on the
-    CUDA device; None without one.
-    """
+    """Measurements of one process: by pass, the seconds of each timed run and the bytes sent; bytes of memory."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
-    before: int = 0
-    device_peak: int | None = None
-    device_before: int | None = None
+    #: Resident bytes of the host, and bytes of tensors on the CUDA device (None without one): at the start, at most.
+    memory: dict[str, int | None] = field(default_factory=dict)
     #: The spans of the last run, in seconds from its start; only filled if a trace is requested.
     spans: list[Span] = field(default_factory=list)
 
@@ -188,23 +182,24 @@ class Run:
         """
         steps, total = count(1), self._count_posts() * (self.config.repeat + 1)
         measurements = RankMeasurements()
+        found = measurements.memory
         with Trace(lambda rank: self.tell(min(next(steps), total), total, "steps")) as trace:
             for run in range(self.config.repeat + 1):
                 trace.spans.clear()
                 if run == 1:
-                    measurements.before = memory.resident()
+                    found |= {"start_bytes": memory.resident(), "device_start_bytes": None, "device_peak_bytes": None}
                     memory.reset_peak()
                     if self.device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats(self.device)
-                        measurements.device_before = torch.cuda.memory_allocated(self.device)
+                        found["device_start_bytes"] = torch.cuda.memory_allocated(self.device)
                 out, lse = self._time(measurements, "forward", self.attend)
                 begun = self._begun
                 if self.config.backward:
                     self._time(measurements, "backward", partial(self.backward, out))
                 if run == 1:
-                    measurements.peak = memory.peak()
+                    found["peak_bytes"] = memory.peak()
                     if self.device.type == "cuda":
-                        measurements.device_peak = torch.cuda.max_memory_allocated(self.device)
+                        found["device_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
         if self.config.trace is not None:
             measurements.spans = [span._replace(start=span.start - begun, end=span.end - begun) for span in trace.spans]
         for seconds in measurements.seconds.values():
@@ -300,13 +295,7 @@ class Run:
             "imbalance": plan.imbalance,
             "passes": passes,
             "processes": [
-                {
-                    "name": f"rank {rank}" if len(processes) > 1 else "of the process",
-                    "peak_bytes": process.peak,
-                    "start_bytes": process.before,
-                    "device_peak_bytes": process.device_peak,
-                    "device_start_bytes": process.device_before,
-                }
+                {"name": f"rank {rank}" if len(processes) > 1 else "of the process", **process.memory}
                 for rank, process in enumerate(processes)
             ],
             "error": error,
