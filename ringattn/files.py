@@ -229,7 +229,7 @@ def _yaml_loader() -> Any:
 
 def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
     """Raise ValueError for more than `MAX_VALUES` values, `MAX_DEPTH` levels, or a value with an explicit tag."""
-    counts: dict[str, int] = {}  # by anchor: the number of values that an alias expands to
+    counts: dict[str | None, int] = {}  # by anchor: the number of values that an alias expands to
     nested: list[tuple[str | None, int]] = []
     values = 0
     for event in events:
@@ -237,12 +237,13 @@ def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
             values += counts.get(event.anchor, MAX_VALUES + 1)  # an alias within its own value expands forever
         elif isinstance(event, yaml.CollectionStartEvent):
             nested.append((event.anchor, values))
+            values += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = nested.pop()
-            counts |= {} if anchor is None else {anchor: values - before}
+            counts[anchor] = values - before
         elif isinstance(event, yaml.ScalarEvent):
             values += 1
-            counts |= {} if event.anchor is None else {event.anchor: 1}
+            counts[event.anchor] = 1
         if values > MAX_VALUES or len(nested) > MAX_DEPTH:
             raise ValueError(
                 f"it has more than {MAX_VALUES:,} values with aliases expanded, or is nested more than "

@@ -111,7 +111,11 @@ def test_aliases_of_a_users_file_are_read(tmp_path: Path, inside: Inside) -> Non
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: &a [*a]\n", "has more than 100,000 values"), ("spec: [\n", "is not valid YAML (while parsing")],
+    [
+        ("a: &a [*a]\n", "has more than 100,000 values"),
+        ("a0: &a0 []\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 20)), "has more than 100,"),
+        ("spec: [\n", "is not valid YAML (while parsing"),
+    ],
 )
 def test_files_that_nobody_can_mean_are_refused_before_they_are_built(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "pattern").mkdir()
