@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import CommFailure, Mismatch, RingAttentionError
@@ -83,10 +84,8 @@ class ErrorReport:
                 self.transport.fail(describe_error(error))
             return
         report = frame(self.stage, describe_error(error).encode(errors="replace"), FAILED)
-        try:
+        with suppress(RingAttentionError):  # the exception of the block propagates, as it is the cause
             self.transport.gather(report, self.stage)
-        except RingAttentionError:
-            return  # the exception of the block propagates, as it is the cause
 
     def _finish(self) -> None:
         """Called if the block has raised nothing."""
