@@ -128,9 +128,9 @@ def check_readable(path: Path, name: str) -> None:
         raise InvalidInput(f"{name}={path}: not readable by this user; choose another path")
 
 
-def load(path: Path, kind: type[T], name: str, known: Iterable[str] = ()) -> T:
+def load(path: Path, kind: type[T], name: str) -> T:
     """The content of a JSON file (.json) or YAML file, see `decode`; `name` is the setting that gives the path."""
-    return decode(read_text(path, name), kind, f"{name}={path}", yaml=path.suffix != ".json", known=known)
+    return decode(read_text(path, name), kind, f"{name}={path}", yaml=path.suffix != ".json")
 
 
 def read_text(path: Path, name: str) -> str:
@@ -144,22 +144,21 @@ def read_text(path: Path, name: str) -> str:
         raise InvalidInput(f"{name}={path}: cannot be read as text ({error}); write the file again") from None
 
 
-def decode(text: str, kind: type[T], source: str, *, yaml: bool = False, known: Iterable[str] = ()) -> T:
+def decode(text: str, kind: type[T], source: str, *, yaml: bool = False) -> T:
     """The value of a JSON or YAML text as `kind`, a type that msgspec knows: dataclass, Struct, TypedDict, list, ...
 
-    Raises InvalidInput that names the `source` of the text, the place in it, the expected and the actual value. For an
-    unknown key, the error suggests one of `known`.
+    Raises InvalidInput that names the `source` of the text, the place in it, the expected and the actual value.
     """
     try:
         data = _load_yaml(text) if yaml else json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise InvalidInput(f"{source}: is not valid {'YAML' if yaml else 'JSON'} ({shorten(problem, 200)})") from None
-    return as_kind(data, kind, source, known)
+    return as_kind(data, kind, source)
 
 
 def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ()) -> T:
-    """Plain data as `kind`. Raises InvalidInput as `decode` does."""
+    """Plain data as `kind`. Raises InvalidInput as `decode` does; for an unknown key, it suggests one of `known`."""
     try:
         return convert(data, kind)
     except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is not a character
