@@ -61,12 +61,9 @@ _VARIABLES = (
 )
 
 
-def detect(env: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process: torchrun, openmpi, mpich, slurm or none. Raises InvalidInput.
-
-    `env` defaults to the environment of this process.
-    """
-    env = os.environ if env is None else env
+def detect() -> Launch:
+    """The launcher that started this process: torchrun, openmpi, mpich, slurm or none. Raises InvalidInput."""
+    env = os.environ
     for kind, rank, world, local_rank, local_world in _VARIABLES:
         if rank in env and world in env:
             place = []

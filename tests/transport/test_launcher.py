@@ -121,13 +121,15 @@ def test_ranks_meet_again_after_a_restart() -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "1", "WORLD_SIZE": "2"}, Launch("torchrun", 1, 2, 0, 1)),
     ],
 )
-def test_detect(env: dict[str, str], launch: Launch) -> None:
-    assert detect(env) == launch
+def test_detect(env: dict[str, str], launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", env)
+    assert detect() == launch
 
 
-def test_detect_names_the_bad_variable() -> None:
+def test_detect_names_the_bad_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "one", "WORLD_SIZE": "2"})
     with pytest.raises(InvalidInput, match="RANK='one'"):
-        detect({"RANK": "one", "WORLD_SIZE": "2"})
+        detect()
 
 
 @pytest.mark.parametrize(("local_rank", "devices", "expected"), [(3, 8, 3), (3, 1, 0), (5, 4, 1)])
