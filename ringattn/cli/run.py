@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..call.functional import ring_attention
@@ -128,8 +129,14 @@ class RankRun(Run):
     def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
         return [pickle.loads(record) for record in self._exchange("measurements", pickle.dumps(measurements))]
 
-    def compare(self, out: torch.Tensor) -> float | None:
-        return self.sampled_error(out, self.plan.layout.positions(self.rank), self._reduce)
+    def positions(self) -> np.ndarray:
+        return self.plan.layout.positions(self.rank)
+
+    def reduce(self, x: torch.Tensor, top: bool) -> None:
+        records = self._exchange("oracle", x.numpy().tobytes())
+        parts = [torch.frombuffer(bytearray(record), dtype=x.dtype) for record in records]
+        stacked = torch.stack(parts).view(self.ranks, *x.shape)
+        x.copy_(stacked.amax(0) if top else stacked.sum(0))
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Gather the shards on rank 0, which alone holds the whole output, and write them there."""
@@ -154,13 +161,6 @@ class RankRun(Run):
         with Exchange(self.transport, stage) as exchange:
             exchange.mine = record
         return exchange.records
-
-    def _reduce(self, x: torch.Tensor, top: bool) -> None:
-        """Reduce a tensor over all ranks in place: the sum, or with `top` the maximum."""
-        records = self._exchange("oracle", x.numpy().tobytes())
-        parts = [torch.frombuffer(bytearray(record), dtype=x.dtype) for record in records]
-        stacked = torch.stack(parts).view(self.ranks, *x.shape)
-        x.copy_(stacked.amax(0) if top else stacked.sum(0))
 
     def _transfer(self, x: torch.Tensor, peer: int, *, send: bool) -> None:
         """Send a contiguous tensor to another rank, or receive it in place."""

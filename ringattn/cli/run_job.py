@@ -150,9 +150,12 @@ class Run:
         """The measurements of every process, in rank order."""
         return [measurements]
 
-    def compare(self, out: torch.Tensor) -> float | None:
-        """The largest error of the sampled rows, relative to the largest output in fp64; None without sampled rows."""
-        return self.sampled_error(out, np.arange(self.plan.tokens))
+    def positions(self) -> np.ndarray:
+        """The positions of the rows of this process."""
+        return np.arange(self.plan.tokens)
+
+    def reduce(self, x: torch.Tensor, top: bool) -> None:
+        """Reduce a float64 tensor over all processes in place: the sum, or with `top` the maximum."""
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write the output and the log-sum-exp of the whole sequence."""
@@ -230,22 +233,14 @@ class Run:
         measurements.sent[name] = self.count_bytes(backward=name == "backward")
         return result
 
-    def sampled_error(
-        self,
-        out: torch.Tensor,
-        positions: np.ndarray,
-        reduce: Callable[[torch.Tensor, bool], None] = lambda x, top: None,
-    ) -> float | None:
-        """The largest error of the sampled rows at `positions`, relative to the largest oracle output.
-
-        `reduce(x, top)` reduces a float64 tensor over all processes in place: the sum, or with `top` the maximum.
-        """
-        rows = sampled_rows(self.plan.tokens, self.config.sample)
+    def compare(self, out: torch.Tensor) -> float | None:
+        """The largest error of the sampled rows, relative to the largest output in fp64; None without sampled rows."""
+        positions, rows = self.positions(), sampled_rows(self.plan.tokens, self.config.sample)
         if not rows or not out.shape[0]:
             return None
         scale = self.plan.head_dim**-0.5 if self.config.scale is None else self.config.scale
         q, k, v = (x.detach() for x in self.inputs)
-        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, reduce)
+        truth = oracle_rows(self.plan.pattern, self.plan.tokens, rows, scale, positions, q, k, v, self.reduce)
         truth *= self.plan.pattern.output_scale
         local_rows = places(rows, positions)
         errors = [
@@ -255,7 +250,7 @@ class Run:
         ]
         largest = torch.stack(errors).max() if errors else torch.zeros((), dtype=torch.float64, device="cpu")
         largest = largest.reshape(1)
-        reduce(largest, True)
+        self.reduce(largest, True)
         return float(largest) / max(float(truth.abs().max()), torch.finfo(torch.float64).tiny)
 
     def report(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
