@@ -284,14 +284,13 @@ def check_parameters(composed: DictConfig) -> None:
                 raise InvalidInput(f"{group}.{name}={value} has no meaning with {group}={spec}; leave it out")
 
 
-def explain(verb: str, error: Exception) -> InvalidInput:
+def explain(verb: str, error: Any) -> InvalidInput:
     """A Hydra or OmegaConf error as a one-line InvalidInput, with a hint for a misspelled key or option."""
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
+    detail = error  # or the first of its causes that names a key
+    while detail is not None and not getattr(detail, "full_key", None):
+        detail = detail.__cause__ or detail.__context__
     lines = takewhile(str.strip, str(error).splitlines())
     text = " ".join(line for line in lines if not line.startswith((" ", "See ", "To append")))
-    detail: Any = next((each for each in chain if getattr(each, "full_key", None)), None)
     wrong, names = None, []
     if detail is not None:
         words = str(detail).splitlines()[0]
@@ -299,12 +298,12 @@ def explain(verb: str, error: Exception) -> InvalidInput:
             return InvalidInput(f"{detail.full_key}={match[1]}: expected {TYPES[match[2]]}")
         text = text if words in text else f"{text.rstrip('.:')}: {words}"
         text = text if detail.full_key in text else f"{detail.full_key}: {text}"
-    if getattr(error, "override", None) and str(error.override) not in text:  # type: ignore[attr-defined]
-        text = f"{error.override}: {text}"  # type: ignore[attr-defined]
+    if getattr(error, "override", None) and str(error.override) not in text:
+        text = f"{error.override}: {text}"
     if getattr(error, "options", None):
-        group, _, wrong = str(error.missing_cfg_file).rpartition("/")  # type: ignore[attr-defined]
+        group, _, wrong = str(error.missing_cfg_file).rpartition("/")
         text = f"{group}={wrong}: no such option"
-        names = sorted(({*error.options} | _installed(group)) - {"custom"})  # type: ignore[attr-defined]
+        names = sorted(({*error.options} | _installed(group)) - {"custom"})
     elif "not in" in text and dataclasses.is_dataclass(getattr(detail, "object_type", None)):
         wrong, names = detail.key, [field.name for field in dataclasses.fields(detail.object_type)]
         text = f"{detail.full_key}: no such key"
