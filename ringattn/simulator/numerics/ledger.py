@@ -17,9 +17,7 @@ on the way to its owner is missing from the count.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -157,10 +155,10 @@ class AuditingKernel(Kernel):
         of_queries, of_keys = weights(self._read(q[..., Q_TAG])), weights(self.keys(k, v))
         rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         i, j = np.arange(rows), np.arange(keys)
-        low, high = _bounds(i, keys, work.lo, work.hi)
+        low, high = _bounds(i, range(keys), work.lo, work.hi)
         dq[..., Q_TAG] = torch.from_numpy(_between(of_keys, low, high).repeat(group, 1)).to(dq.dtype)
         # Key j is seen by row i iff -hi <= j - i <= -lo.
-        low, high = _bounds(j, rows, *(None if bound is None else -bound for bound in (work.hi, work.lo)))
+        low, high = _bounds(j, range(rows), *(None if bound is None else -bound for bound in (work.hi, work.lo)))
         seen = _between(of_queries, low, high)
         carried = torch.from_numpy(seen.reshape(len(seen), k.shape[1], group, keys).sum(2))
         dk[..., K_TAG], dv[..., RAMP] = carried.to(dk.dtype), carried.to(dv.dtype)
@@ -176,7 +174,7 @@ class AuditingKernel(Kernel):
                 count = np.full((1, 1, 1), keys, dtype=np.int64)
                 sums = [m.sum(-1, keepdims=True, dtype=np.uint64) for m in (wide, wide * wide)]
             else:
-                low, high = _bounds(np.arange(rows), keys, work.lo, work.hi)
+                low, high = _bounds(np.arange(rows), range(keys), work.lo, work.hi)
                 count = (high - low)[None, None]
                 sums = [_between(m, low, high) for m in (wide, wide * wide)]
             seen = np.broadcast_to(entry(known, count, *sums), (*place.shape[:2], rows))
@@ -214,10 +212,11 @@ class AuditingKernel(Kernel):
         return place if valid.all() else np.where(valid, place, STRAY)
 
 
-def _bounds(i: np.ndarray, keys: int, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high): row i sees keys low .. high - 1, that is, the keys j with lo <= i - j <= hi."""
-    low = np.zeros_like(i) if hi is None else np.clip(i - hi, 0, keys)
-    high = np.full_like(i, keys) if lo is None else np.clip(i - lo + 1, 0, keys)
+def _bounds(x: np.ndarray, keys: range, lo: int | None, hi: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high): row x sees keys[low:high], that is, the keys y with lo <= x - y <= hi."""
+    count, step = len(keys), keys.step
+    low = np.zeros_like(x) if hi is None else np.clip(-((keys.start + hi - x) // step), 0, count)
+    high = np.full_like(x, count) if lo is None else np.clip((x - lo - keys.start) // step + 1, 0, count)
     return low, np.maximum(high, low)
 
 
@@ -231,32 +230,24 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 # -- expected pairs -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The ranges of all shards: contiguous ones as arrays, ascending; the others as a tuple of (range, owner)."""
-
-    start: np.ndarray
-    stop: np.ndarray
-    owner: np.ndarray
-    others: tuple[tuple[range, int], ...]
-
-
 @lru_cache(maxsize=4)
-def pieces(layout: Layout) -> Pieces:
-    """The ranges of all shards of a layout; takes 24 bytes per range."""
-    starts, stops, owners = (array("q") for _ in range(3))
+def pieces(layout: Layout) -> tuple[np.ndarray, list[tuple[range, int]]]:
+    """The ranges of all shards: contiguous ones as start, stop and owner, ascending; others as (range, owner).
+
+    Takes 24 bytes per contiguous range.
+    """
     others: list[tuple[range, int]] = []
-    for rank in range(layout.ranks):
-        for r in layout.shard(rank):
-            if r.step == 1:
-                starts.append(r.start)
-                stops.append(r.stop)
-                owners.append(rank)
-            else:
-                others.append((r, rank))
-    order = np.argsort(np.frombuffer(starts, dtype=np.int64)) if starts else np.empty(0, dtype=np.int64)
-    start, stop, owner = (np.array(column, dtype=np.int64)[order] for column in (starts, stops, owners))
-    return Pieces(start, stop, owner, tuple(others))
+
+    def contiguous() -> Iterator[tuple[int, int, int]]:
+        for rank in range(layout.ranks):
+            for r in layout.shard(rank):
+                if r.step == 1:
+                    yield r.start, r.stop, rank
+                else:
+                    others.append((r, rank))
+
+    runs = np.fromiter(contiguous(), np.dtype((np.int64, 3)))
+    return np.ascontiguousarray(runs[np.argsort(runs[:, 0])].T), others
 
 
 def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairLedger) -> np.ndarray:
@@ -279,14 +270,14 @@ def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairL
 def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
     """For batches of S shard ranges, yield (owners [S], first position [rows, S], count [rows, S], step) of the keys
     that each row of a tile sees in each range."""
-    all_ = pieces(layout)
-    low, high = np.searchsorted(all_.stop, tile.k[0], "right"), np.searchsorted(all_.start, tile.k[-1], "right")
+    (start, stop, owners), others = pieces(layout)
+    low, high = np.searchsorted(stop, tile.k[0], "right"), np.searchsorted(start, tile.k[-1], "right")
     rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)[:, None]
     width = max(1, CELLS // len(rows))
     for at in range(low, high, width):
         part = slice(at, min(at + width, high))
-        yield all_.owner[part], *_inside(tile, tile.k, rows, all_.start[part], all_.stop[part])
-    for r, owner in all_.others:
+        yield owners[part], *_inside(tile, tile.k, rows, start[part], stop[part])
+    for r, owner in others:
         shared = intersect(tile.k, r)
         if shared:
             ends = np.array([shared[0]]), np.array([shared[-1] + 1])
@@ -332,13 +323,7 @@ def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, head
         lo, hi = (None if b is None else -b for b in (tile.hi, tile.lo)) if keys else (tile.lo, tile.hi)
         at = np.arange(mine.start, mine.stop, mine.step)
         met = weights(np.arange(other.start, other.stop, other.step))
-        # Row x meets y = other[j] iff lo <= x - y <= hi.
-        low, high = np.zeros_like(at), np.full_like(at, len(other))
-        if hi is not None:
-            low = np.clip(-((other.start + hi - at) // other.step), 0, len(other))
-        if lo is not None:
-            high = np.clip((at - lo - other.start) // other.step + 1, 0, len(other))
-        sums = _between(met, low, np.maximum(high, low))
+        sums = _between(met, *_bounds(at, other, lo, hi))
         for head in tile.heads:
             found[head, (at - rows.start) // rows.step] += sums
     return found
