@@ -9,7 +9,7 @@ take no more calls than a few.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -112,35 +112,20 @@ def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> Iterator[l
 
 
 @dataclass
-class _BatchSend:
-    """A posted batch of messages; `left` are the receiving batches that have not yet copied their part."""
+class _BatchMessage:
+    """A batch of messages that batch number `batch` sends or receives, [members, heads, rows, width] each.
 
-    views: list[torch.Tensor]
-    left: set[int]
-
-    @property
-    def done(self) -> bool:
-        return not self.left
-
-
-@dataclass
-class _BatchRecv:
-    """A posted batch of receives."""
+    `left` are the receiving batches that have not yet copied their part.
+    """
 
     batch: int
     hop: Hop
     views: list[torch.Tensor]
-    done: bool = False
+    left: set[int]
 
 
-@dataclass
-class _BatchTicket:
-    label: str
-    flights: list[_BatchSend | _BatchRecv] = field(default_factory=list)
-
-    @property
-    def ready(self) -> bool:
-        return all(flight.done for flight in self.flights)
+#: The label of a post, and its messages.
+_BatchTicket = tuple[str, list[_BatchMessage]]
 
 
 #: Changes an arrived part in place: called with (rank, part, tensors [heads, rows, width] of the part).
@@ -167,18 +152,18 @@ class Lockstep:
         }
         self._hops = [self._known(batched) for batched in members]
         self._routes: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
-        self._sent: dict[tuple[int, int, int], _BatchSend] = {}
-        self._open: list[_BatchRecv] = []
+        self._sent: dict[tuple[int, int, int], _BatchMessage] = {}
+        self._open: list[_BatchMessage] = []
 
     def run(self, programs: Sequence[Program[T]]) -> list[T]:
         """Run the programs of all batches in turns to their ends; returns their results in order."""
-        results = in_turns(programs, self._post, lambda ticket: ticket.ready, self._stuck)
+        results = in_turns(programs, self._post, lambda ticket: not any(x.left for x in ticket[1]), self._stuck)
         assert not self._open, "some received messages were never sent"
-        assert all(send.done for send in self._sent.values()), "some sent messages were never received"
+        assert not any(send.left for send in self._sent.values()), "some sent messages were never received"
         return results
 
     def _stuck(self, waiting: Mapping[int, _BatchTicket]) -> str:
-        return "; ".join(f"rank {self.members[c].first}, {t.label}" for c, t in [*waiting.items()][:8])
+        return "; ".join(f"rank {self.members[c].first}, {label}" for c, (label, _) in [*waiting.items()][:8])
 
     def _known(self, batched: BatchedRanks) -> tuple[dict[tuple[int, int], Hop], dict[tuple[int, int], Hop]]:
         """(sends, receives) of batched ranks, each by (peer, tag)."""
@@ -188,27 +173,25 @@ class Lockstep:
         return sends, {(hop.peer, hop.tag): hop for step in steps for hop in step.recvs}
 
     def _post(self, c: int, post: Post) -> _BatchTicket:
-        ticket, batched = _BatchTicket(post.label), self.members[c]
+        messages, batched = list[_BatchMessage](), self.members[c]
         for message in post.recvs:
             hop = self._hops[c][1][message.peer, message.tag]
             message.data[:WATCHED].fill_(255)
-            recv = _BatchRecv(c, hop, _views(batched, hop, message))
-            self._open.append(recv)
-            ticket.flights.append(recv)
+            messages.append(_BatchMessage(c, hop, _views(batched, hop, message), {c}))
+            self._open.append(messages[-1])
         for message in post.sends:
             away = (message.peer - batched.first) % self.size
-            left = {t for t, _, _ in self._route(c, away) if t != OUTSIDE}
-            send = _BatchSend(_views(batched, self._hops[c][0][message.peer, message.tag], message), left)
+            hop, left = self._hops[c][0][message.peer, message.tag], {t for t, *_ in self._route(c, away)} - {OUTSIDE}
             assert (c, away, message.tag) not in self._sent, f"{post.label}: two sends share peer and tag"
-            self._sent[c, away, message.tag] = send
-            ticket.flights.append(send)
+            messages.append(_BatchMessage(c, hop, _views(batched, hop, message), left))
+            self._sent[c, away, message.tag] = messages[-1]
             self.sent_bytes += message.data.numel()
             self.sent_messages += len(batched.ranks)
         for recv in [recv for recv in self._open if self._arrive(recv)]:
             self._open.remove(recv)
-        return ticket
+        return post.label, messages
 
-    def _arrive(self, recv: _BatchRecv) -> bool:
+    def _arrive(self, recv: _BatchMessage) -> bool:
         """Fill a batch of receives if all its senders have posted; returns whether it did."""
         batched = self.members[recv.batch]
         away = (recv.hop.peer - batched.first) % self.size
@@ -228,14 +211,14 @@ class Lockstep:
                 else:
                     target[mine] = x[theirs]
             send.left.discard(recv.batch)
-        recv.done = True
+        recv.left.clear()
         if self.tamper is not None:
             for i, rank in enumerate(batched.ranks):
                 for part, tensors in _parts(batched, recv, i):
                     self.tamper(rank, part, tensors)
         return True
 
-    def _answer(self, batched: BatchedRanks, recv: _BatchRecv, index: slice | np.ndarray) -> None:
+    def _answer(self, batched: BatchedRanks, recv: _BatchMessage, index: slice | np.ndarray) -> None:
         """Fill the messages from ranks that are not executed."""
         for i in range(len(batched.ranks))[index] if isinstance(index, slice) else index.tolist():
             for part, tensors in _parts(batched, recv, i):
@@ -264,7 +247,7 @@ def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
     return a, b
 
 
-def _parts(batched: BatchedRanks, recv: _BatchRecv, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
+def _parts(batched: BatchedRanks, recv: _BatchMessage, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
     """Yield each part of a member's message, its owner shifted for the member, and its tensors [heads, rows, width]."""
     views, by = iter(recv.views), batched.ranks[index] - batched.first
     for part in recv.hop.parts:
