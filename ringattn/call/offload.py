@@ -49,20 +49,12 @@ class StreamedPlan(Plan):
 
     @cached
     def plan_rank(self, rank: int) -> RankPlan:
-        return PullSchedule(self.demand).steps(rank)
+        schedule = PullSchedule(self.demand)
+        return RankPlan(rank, schedule.forward(rank), schedule.backward(rank))
 
-    def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Bytes of the copies between host storage and a rank (None: all ranks), as counted during the run."""
-        hops = (hop for step in self._steps(rank, backward) for hop in _hops(step))
-        return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
-
-    def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """The number of copies to and from a rank (None: all ranks), counted."""
-        return sum(len(_hops(step)) for step in self._steps(rank, backward))
-
-
-def _hops(step: Step) -> tuple[Hop, ...]:
-    return (*step.sends, *step.recvs)
+    def _sends(self, rank: int | None, backward: bool) -> list[Hop]:
+        """All copies between host storage and a rank (None: all ranks), which count as messages."""
+        return [hop for step in self._steps(rank, backward) for hop in (*step.sends, *step.recvs)]
 
 
 @dataclass(frozen=True)

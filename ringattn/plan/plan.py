@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +20,7 @@ from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
 from .schedules.base import Schedule, sampled_owners
-from .steps import BLOCKS, OF_KEYS, SUMS, Kind, Part, PlanSizes, RankPlan, Step
+from .steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, PlanSizes, RankPlan, Step
 
 if TYPE_CHECKING:
     from .choice import Choice
@@ -269,12 +269,11 @@ class Plan(PlanSizes):
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
-        hops = (hop for step in self._steps(rank, backward) for hop in step.sends)
-        return sum(self.part_bytes(part) for hop in hops for part in hop.parts)
+        return sum(self.part_bytes(part) for hop in self._sends(rank, backward) for part in hop.parts)
 
     def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Messages that a rank (None: all) sends in the forward, or in the backward. Counted."""
-        return sum(len(step.sends) for step in self._steps(rank, backward))
+        return len(self._sends(rank, backward))
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
         """Bytes that a ring of all ranks would send if it skipped no rows: every block to every other rank."""
@@ -382,10 +381,13 @@ class Plan(PlanSizes):
         pairs = sum(plan.demand.pairs(rank, owner) for rank, owner in visits)
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1
 
-    def _steps(self, rank: int | None, backward: bool) -> list[Step]:
-        ranks = range(self.ranks) if rank is None else [rank]
-        plans = [self.for_rank(r) for r in ranks]
-        return [step for plan in plans for step in (plan.backward if backward else plan.forward)]
+    def _sends(self, rank: int | None, backward: bool) -> list[Hop]:
+        """The messages that a rank (None: all ranks together) sends in a pass."""
+        return [hop for step in self._steps(rank, backward) for hop in step.sends]
+
+    def _steps(self, rank: int | None, backward: bool) -> Iterator[Step]:
+        for one in map(self.for_rank, range(self.ranks) if rank is None else [rank]):
+            yield from one.backward if backward else one.forward
 
     def _inputs(self) -> dict[str, Any]:
         # A balanced layout may have been made for a pattern other than the plan's.

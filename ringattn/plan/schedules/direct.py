@@ -8,7 +8,6 @@ from itertools import islice
 import numpy as np
 
 from ..row_sets import RowSets
-from ..steps import RankPlan
 from .base import EXACT_RANKS, LATEST, Edge, Route
 from .ring import runs, search
 
@@ -102,7 +101,3 @@ class PullSchedule(DirectSchedule):
 
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
         return {}
-
-    def steps(self, rank: int) -> RankPlan:
-        """The steps of a rank; the backward is pass-KV."""
-        return RankPlan(rank, self.forward(rank), self.backward(rank))
