@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache import cached
 from ..kernels.base import Kernel
 from ..kernels.dropout import key_steps, row_streams
 from ..plan.plan import Plan
@@ -38,15 +39,12 @@ def dropping_kernels(
     return choose
 
 
+@cached
 def _places(plan: Plan, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(heads [H], positions [1 or H, rows]) of a part of a block, int64. Cached by the plan."""
-
-    def compute() -> tuple[Tensor, Tensor]:
-        positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
-        heads = np.arange(plan.part_heads(part.kind))
-        if isinstance(rows, RowSet):
-            heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])
-        with torch.inference_mode(False):  # the cache outlives the caller's inference mode
-            return torch.as_tensor(heads, device=device), torch.as_tensor(np.atleast_2d(positions), device=device)
-
-    return plan.cache.answer((_places, part, device), compute)
+    """(heads [H], positions [1 or H, rows]) of a part of a block, int64."""
+    positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
+    heads = np.arange(plan.part_heads(part.kind))
+    if isinstance(rows, RowSet):
+        heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])
+    with torch.inference_mode(False):  # the cache outlives the caller's inference mode
+        return torch.as_tensor(heads, device=device), torch.as_tensor(np.atleast_2d(positions), device=device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..cache import cached
 from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
@@ -117,13 +118,10 @@ class HeadExchange(StepMessages):
         return range(self.heads[tensor]), places if run is None else run
 
 
+@cached
 def _places(plan: Plan, layout: Layout, group: int) -> list[np.ndarray]:
-    """The indices of each member's local rows among the rows of its group, int64 [rows] each. Cached by the plan."""
-
-    def compute() -> list[np.ndarray]:
-        positions = layout.grouped(plan.ulysses_size).positions(group)
-        order = np.argsort(positions)
-        members = range(group * plan.ulysses_size, (group + 1) * plan.ulysses_size)
-        return [order[np.searchsorted(positions, layout.positions(rank), sorter=order)] for rank in members]
-
-    return plan.cache.answer(("head_exchange.places", layout, group), compute)
+    """The indices of each member's local rows among the rows of its group, int64 [rows] each."""
+    positions = layout.grouped(plan.ulysses_size).positions(group)
+    order = np.argsort(positions)
+    members = range(group * plan.ulysses_size, (group + 1) * plan.ulysses_size)
+    return [order[np.searchsorted(positions, layout.positions(rank), sorter=order)] for rank in members]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cache import cached
 from ..kernels.base import Kernel
 from ..plan.plan import Plan
 from ..plan.steps import Kind, Part
@@ -196,14 +197,11 @@ def _covers(work: Work, part: Part, plan: Plan) -> bool:
     return covers and tuple(batches(work, plan.batch)) == (None,)
 
 
+@cached
 def _largest_message(plan: Plan, rank: int) -> int:
     """Bytes of the largest message of a rank in either pass, so that both passes use buffers of the same sizes."""
-
-    def compute() -> int:
-        rank_plan = plan.for_rank(rank)
-        hops = [hop for step in (*rank_plan.forward, *rank_plan.backward) for hop in (*step.sends, *step.recvs)]
-        sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
-        sizes += [plan.part_bytes(part, as_sent=False) for hop in hops for part in hop.parts]
-        return max(sizes, default=0)
-
-    return plan.cache.answer((_largest_message, rank), compute)
+    rank_plan = plan.for_rank(rank)
+    hops = [hop for step in (*rank_plan.forward, *rank_plan.backward) for hop in (*step.sends, *step.recvs)]
+    sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]
+    sizes += [plan.part_bytes(part, as_sent=False) for hop in hops for part in hop.parts]
+    return max(sizes, default=0)
