@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, islice
 from typing import Any
 
@@ -331,21 +331,25 @@ def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:
             yield range(head, head + 1), range(head // group, head // group + 1)
 
 
-class _RowPlaces:
-    """Finds rows of a block in the tensor of a row set, and remembers the answers."""
+def _place_heads(
+    works: Iterable[Work], row_set: RowSet, *, by_key: bool
+) -> Iterator[tuple[Work, Ranges, list[tuple[range, range]]]]:
+    """(work, indices of its rows in the tensor of `row_set`, the `_join_heads` with rows there) of works on a block.
 
-    def __init__(self, row_set: RowSet) -> None:
-        self.index = row_set.index
-        self._numbers = tuple(map(to_numbers, row_set.rows))
-        self._located: dict[tuple[int, Ranges], Ranges] = {}
-
-    def locate(self, head: int, runs: Ranges) -> Ranges:
-        """The indices of the members of `runs` among the rows of a head, as ranges in the same order."""
-        key = 0 if len(self._numbers) == 1 else self.index[head], runs
-        if key not in self._located:
-            numbers = self._numbers[key[0]]
-            self._located[key] = tuple(part for run in runs for part in _locate_run(numbers, run))
-        return self._located[key]
+    `by_key`: these rows and the heads of the row set are those of keys.
+    """
+    index, numbers = row_set.index, tuple(map(to_numbers, row_set.rows))
+    locate = cache(lambda place, runs: tuple(part for run in runs for part in _locate_run(numbers[place], run)))
+    for work in works:
+        group = len(work.heads) // len(work.kv)
+        pairs_by_rows: dict[Ranges, HeadPairs] = {}
+        for number, head in enumerate(work.heads):
+            kv = work.kv[number // group]
+            place = index.get(kv if by_key else head)
+            if place is not None:
+                rows = locate(place if len(numbers) > 1 else 0, work.k if by_key else (work.q,))
+                pairs_by_rows.setdefault(rows, []).append((head, place) if by_key else (place, kv))
+        yield from ((work, rows, [*_join_heads(pairs)]) for rows, pairs in pairs_by_rows.items())
 
 
 def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
@@ -362,16 +366,8 @@ def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
 
     Heads whose rows are at different indices of the tensor get separate works.
     """
-    places = _RowPlaces(row_set)
-    for work in works:
-        shared = len(work.heads) // len(work.kv)
-        pairs_by_rows: dict[Ranges, HeadPairs] = {}
-        for place, head in enumerate(work.heads):
-            kv = work.kv[place // shared]
-            if kv in places.index:
-                pairs_by_rows.setdefault(places.locate(kv, work.k), []).append((head, places.index[kv]))
-        for rows, pairs in pairs_by_rows.items():
-            yield from (replace(work, heads=heads, kv=kv, k=rows) for heads, kv in _join_heads(pairs))
+    for work, rows, joined in _place_heads(works, row_set, by_key=True):
+        yield from (replace(work, heads=heads, kv=kv, k=rows) for heads, kv in joined)
 
 
 def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
@@ -380,27 +376,13 @@ def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
     Heads whose rows are at different indices of the tensor, and runs of rows that are not adjacent in it, get separate
     works.
     """
-    places = _RowPlaces(row_set)
-    for work in works:
-        group = len(work.heads) // len(work.kv)
-        pairs_by_rows: dict[Ranges, HeadPairs] = {}
-        for place, head in enumerate(work.heads):
-            if head in places.index:
-                pair = places.index[head], work.kv[place // group]
-                pairs_by_rows.setdefault(places.locate(head, (work.q,)), []).append(pair)
-        for rows, pairs in pairs_by_rows.items():
-            parts = list(_split_rows(work, rows))
-            yield from (replace(part, heads=heads, kv=kv) for heads, kv in _join_heads(pairs) for part in parts)
-
-
-def _split_rows(work: Work, rows: Ranges) -> Iterator[Work]:
-    """The work split into one part per range of `rows`, each with the keys that its query rows see."""
-    first = 0
-    for run in rows:
-        last = first + len(run)
-        part = work if len(run) == len(work.q) else work.narrow_rows(first, last)
-        yield replace(part, q=run)
-        first = last
+    for work, rows, joined in _place_heads(works, row_set, by_key=False):
+        first, parts = 0, []
+        for run in rows:  # with the keys that these rows see
+            part = work if len(run) == len(work.q) else work.narrow_rows(first, first + len(run))
+            parts.append(replace(part, q=run))
+            first += len(run)
+        yield from (replace(part, heads=heads, kv=kv) for heads, kv in joined for part in parts)
 
 
 def _join_heads(pairs: HeadPairs) -> Iterator[tuple[range, range]]:
