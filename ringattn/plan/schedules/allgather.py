@@ -9,10 +9,6 @@ from .base import EXACT_RANKS, Schedule, sampled_owners
 class AllGatherSchedule(Schedule):
     """Every rank sends its whole block to every other rank at once."""
 
-    def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """No parts: the backward gathers the keys again."""
-        return ()
-
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of a rank's forward: it visits its own block during the gather, and then all others."""
         return self._gather(rank, ("kv",))

@@ -15,7 +15,6 @@ from itertools import islice, takewhile
 from math import lcm
 from typing import ClassVar, NamedTuple
 
-from ...cache import Cache
 from ...errors import Unsupported
 from ...layout.regular import Contiguous
 from ..demand import BlockDemand, sampled_ranks
@@ -57,9 +56,9 @@ class Schedule(ABC):
             f"{type(self).__name__} cannot send queries around in the forward, only keys and values; try rotate='kv'"
         )
 
-    @abstractmethod
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that a rank saves after the forward for a pass-KV backward."""
+        """The parts that a rank saves after the forward for a pass-KV backward; none if that gathers the keys again."""
+        return ()
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """(bytes between nodes, all bytes) of a backward, without making its steps; None if that needs the steps.
@@ -185,19 +184,20 @@ class Route(Schedule):
         """
         if not self.saves:
             return {}
+        # Other schedules of the same demand share its cache, so the key names the schedule.
         key = (Route.saved_rows, type(self), self.ranks_per_node, rank)
-        return self._cache.answer(key, lambda: self.find_saved_rows(rank))
+        return self.demand.cache.answer(key, lambda: self.find_saved_rows(rank))
 
     def is_saved(self, edge: Edge) -> bool:
         """Whether the target of `edge` saves rows that arrive on it, see `saved_rows`."""
         return edge in self.saved_rows(edge.target)
 
-    def find_saved_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        """Computes `saved_rows`, from only the latest `arrivals` edges if given."""
-        return {edge: self.stopping(edge) for edge in self._size_saved(rank, arrivals)}
+    def find_saved_rows(self, rank: int) -> dict[Edge, RowSets]:
+        """Computes `saved_rows`."""
+        return {edge: self.stopping(edge) for edge in self._size_saved(rank)}
 
-    def _size_saved(self, rank: int, arrivals: int | None) -> dict[Edge, int]:
-        """By edge, the number of rows that `find_saved_rows` finds, summed over heads."""
+    def _size_saved(self, rank: int, arrivals: int | None = None) -> dict[Edge, int]:
+        """By edge, the number of rows of `find_saved_rows` over all heads, from only the latest `arrivals` if given."""
         saved: dict[Edge, int] = {}
         room_by_ring: dict[int, int] = {}
         block = self.demand.block_heads * self.demand.layout.rows(rank)
@@ -325,7 +325,7 @@ class Route(Schedule):
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
         """By owner, the edge on which its block reaches `rank`; earliest first."""
         key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
-        return self._cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
+        return self.demand.cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
         """As in `Schedule`. Under pass-KV, blocks skip rows that their readers saved in the forward."""
@@ -350,21 +350,14 @@ class Route(Schedule):
 
     def _count_stopping(self, edge: Edge) -> int:
         """The number of rows in `stopping`, summed over heads."""
-        reach, further = self.demand.row_reach, map(self.served, self.next_edges(edge))
+        reach, heads = self.demand.row_reach, self.demand.block_heads
         if reach is None:
-            return self._count(edge.owner, self.stopping(edge))
-        return reach.count(self.served(edge), edge.owner, [*further]) * self.demand.block_heads
-
-    @property
-    def _cache(self) -> Cache:
-        """The demand's cache; other schedules of the same demand share it, so keys must name the schedule."""
-        return self.demand.cache
+            return count_rows(self.stopping(edge), heads, self.demand.layout.rows(edge.owner))
+        further = [*map(self.served, self.next_edges(edge))]
+        return reach.count(self.served(edge), edge.owner, further) * heads
 
     def _subtract(self, owner: int, row_sets: RowSets, others: list[RowSets]) -> RowSets:
         return subtract(row_sets, others, self.demand.block_heads, self.demand.layout.rows(owner))
-
-    def _count(self, owner: int, row_sets: RowSets) -> int:
-        return count_rows(row_sets, self.demand.block_heads, self.demand.layout.rows(owner))
 
 
 #: (step at which a message is posted, last step during which it is in flight, peer)

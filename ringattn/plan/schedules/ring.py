@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import merge
@@ -76,27 +77,15 @@ def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
     # Most blocks go all the way or not far: try these before halving.
     if not direction.limit or reached(direction.limit):
         return direction.limit
-    low, high = 0, 1
+    high = 1
     while high < direction.limit and reached(high):
-        low, high = high, 2 * high
-    high = min(high, direction.limit) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if reached(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        high *= 2
+    between = range(high // 2 + 1, min(high, direction.limit))
+    return high // 2 + bisect_left(between, True, key=lambda distance: not reached(distance))
 
 
-def halve_direction(rank: int, ranks: int, direction: Direction) -> tuple[range, range]:
-    """The distances of a direction, descending, cut where owners, rank - sign * distance, wrap around past rank 0."""
-    before = min(rank if direction.sign > 0 else ranks - 1 - rank, direction.limit)
-    return range(direction.limit, before, -1), range(before, 0, -1)
-
-
-def passing(demand: BlockDemand, rank: int, direction: Direction, distances: range | None = None) -> Iterator[int]:
-    """The distances d, descending, at which the block of rank - sign * d arrives at `rank`; among `distances` if given.
+def passing(demand: BlockDemand, rank: int, direction: Direction, distances: range) -> Iterator[int]:
+    """Those of the descending `distances` d at which the block of rank - sign * d arrives at `rank`.
 
     A block arrives if this rank, or a rank farther along its way, needs it. The search halves the distances and skips
     parts in which no block is needed, so planning a local pattern does not look at every rank.
@@ -109,11 +98,9 @@ def passing(demand: BlockDemand, rank: int, direction: Direction, distances: ran
 
     by_hop = _count_all_carried(demand, direction)
     if by_hop is not None:
-        hops = np.arange(direction.limit, 0, -1) if distances is None else np.array(distances, dtype=np.int64)
+        hops = np.arange(distances.start, distances.stop, distances.step)
         arriving = by_hop[(rank - direction.sign * hops) % demand.layout.ranks, direction.limit - hops] > 0
         return iter(hops[arriving].tolist())
-    if distances is None:
-        return search(arrives, 1, direction.limit)
     return search(arrives, distances[-1], distances[0]) if distances else iter(())
 
 
@@ -232,15 +219,15 @@ class RingSchedule(Route):
         self.rings = len(self.directions)
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        ranks = self.demand.layout.ranks
-        return tuple(
-            self._edges_to(rank, ring, half)
-            for ring, direction in enumerate(self.directions)
-            for half in halve_direction(rank, ranks, direction)
-        )
+        arcs: list[Iterator[Edge]] = []
+        for ring, (sign, limit) in enumerate(self.directions):
+            wrap = min(rank if sign > 0 else self.demand.layout.ranks - 1 - rank, limit)  # then past rank 0
+            arcs += self._edges_to(rank, ring, limit, wrap), self._edges_to(rank, ring, wrap, 0)
+        return tuple(arcs)
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        return merge(*(self._edges_to(rank, ring) for ring in range(self.rings)), key=lambda edge: -edge.step)
+        rings = (self._edges_to(rank, ring, way.limit, 0) for ring, way in enumerate(self.directions))
+        return merge(*rings, key=lambda edge: -edge.step)
 
     def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
         ranks, directions = self.demand.layout.ranks, enumerate(self.directions)
@@ -264,9 +251,10 @@ class RingSchedule(Route):
     def served(self, edge: Edge) -> tuple[range, ...]:
         return ranks_beyond(self.demand, edge.owner, self.directions[edge.ring], edge.step)
 
-    def _edges_to(self, rank: int, ring: int, distances: range | None = None) -> Iterator[Edge]:
+    def _edges_to(self, rank: int, ring: int, far: int, near: int) -> Iterator[Edge]:
+        """The edges to `rank` from the owners at distances far .. near + 1."""
         direction = self.directions[ring]
-        for distance in passing(self.demand, rank, direction, distances):
+        for distance in passing(self.demand, rank, direction, range(far, near, -1)):
             yield self.edge((rank - direction.sign * distance) % self.demand.layout.ranks, ring, distance)
 
     def edge(self, owner: int, ring: int, distance: int) -> Edge:
@@ -298,9 +286,9 @@ class RingSchedule(Route):
         tables = self._saved_by_ring
         return super().is_saved(edge) if tables is None else bool(tables[edge.ring][edge.target, -edge.step])
 
-    def find_saved_rows(self, rank: int, arrivals: int | None = None) -> dict[Edge, RowSets]:
-        if arrivals is not None or self._saved_by_ring is None:
-            return super().find_saved_rows(rank, arrivals)
+    def find_saved_rows(self, rank: int) -> dict[Edge, RowSets]:
+        if self._saved_by_ring is None:
+            return super().find_saved_rows(rank)
         return {edge: self.stopping(edge) for edge in self.arrivals(rank) if self.is_saved(edge)}
 
     @cached_property
