@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
 from collections.abc import Callable
 
 from ..errors import InvalidInput
 from ..text import plural
 from .steps import Step
 
-#: A picture has at most MAX_ROWS ranks. If there are more, it shows those around PLACES evenly spaced ranks.
-MAX_ROWS, PLACES = 16, 4
+#: A picture has at most MAX_ROWS ranks. If there are more, it shows GROUPS groups of neighbours.
+MAX_ROWS, GROUPS = 16, 4
 #: Columns of a cell, and of a picture if neither the terminal nor the caller gives a width.
 CELL, WIDTH = 5, 80
 #: Columns of the narrowest picture: a label, two steps, and "..." for the steps between them.
@@ -32,7 +31,7 @@ def draw_steps(
     blocks: 0 for none, 1 for less than half, 2 for less than all, 3 for all.
 
     A cell shows the level, and an arrow if the rank sends meanwhile. If there are many ranks, the picture shows a few
-    groups of ranks that exchange messages; if there are many steps, the first and the last ones. A last line lists what
+    groups of neighbours; if there are many steps, the first and the last ones. A last line lists what
     is left out. Raises InvalidInput if `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
@@ -40,7 +39,7 @@ def draw_steps(
         raise InvalidInput(f"width={width}: a picture needs at least {LEAST} columns; try width={LEAST}")
     marks = ".-+#" if ascii else "·░▓█"
     arrow = ">" if ascii else "→"
-    drawn = choose_ranks(ranks, steps)
+    drawn = choose_ranks(ranks)
     label = max([len(f"rank {rank} ") for rank in drawn] + [10])
     count = max((len(steps(rank)) for rank in drawn), default=0)
     shown = _choose_steps(count, (width - label) // CELL)
@@ -67,25 +66,12 @@ def draw_steps(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def choose_ranks(ranks: int, steps: Callable[[int], tuple[Step, ...]]) -> list[int]:
-    """The ranks to draw: all, or if they are many, a few evenly spaced ranks and those they exchange messages with."""
+def choose_ranks(ranks: int) -> list[int]:
+    """The ranks to draw: all, or if they are many, evenly spaced groups of neighbours, which exchange messages."""
     if ranks <= MAX_ROWS:
         return list(range(ranks))
-    chosen: set[int] = set()
-    for number in range(PLACES):
-        start = number * (ranks - 1) // (PLACES - 1)
-        room = MAX_ROWS * (number + 1) // PLACES
-        queue = deque([start])
-        while queue and len(chosen) < room:
-            rank = queue.popleft()
-            if rank in chosen:
-                continue
-            chosen.add(rank)
-            receivers = [hop.peer for step in steps(rank) for hop in step.sends]
-            senders = [hop.peer for step in steps(rank) for hop in step.recvs]
-            for peers in (receivers, senders):
-                queue += list(dict.fromkeys(peers))[:MAX_ROWS]
-    return sorted(chosen)
+    size = MAX_ROWS // GROUPS
+    return [number * (ranks - size) // (GROUPS - 1) + i for number in range(GROUPS) for i in range(size)]
 
 
 def _choose_steps(count: int, room: int) -> list[int | None]:

@@ -28,7 +28,7 @@ def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern,
     assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
     text, drawn = "\n".join(lines), sum(line.startswith("rank ") for line in lines)
     assert f"left out: {64 - drawn} of 64 ranks" in text and 4 <= drawn <= 16
-    shown = choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward)
+    shown = choose_ranks(plan.ranks)
     steps = max(len(plan.for_rank(rank).forward) for rank in shown)
     cells = (width - 10) // 5
     assert (f"of {steps}" in lines[-1] and " ..." in lines[0]) == (steps > cells)
@@ -38,7 +38,7 @@ def test_a_picture_fits_its_width_and_says_what_is_left_out(pattern: ra.Pattern,
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_senders_are_drawn_beside_their_receivers(pattern: ra.Pattern) -> None:
     plan = make(pattern, 64)
-    drawn = set(choose_ranks(plan.ranks, lambda rank: plan.for_rank(rank).forward))
+    drawn = set(choose_ranks(plan.ranks))
     pairs = [(rank, hop.peer) for rank in drawn for step in plan.for_rank(rank).forward for hop in step.sends]
     together = {pair for pair in pairs if pair[1] in drawn}
     assert len({rank for pair in together for rank in pair}) >= len(drawn) - 4
