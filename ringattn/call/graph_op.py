@@ -333,11 +333,6 @@ def _match(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
 
 
-def _positions(tensors: list[Tensor], numbers: list[int], text: str) -> Tensor:
-    found: Tensor = _run(tensors, numbers, text)
-    return found
-
-
 # What torch needs to know.
 
 
@@ -393,7 +388,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
         _attend_backward,
         _fake_backward,
     ),
-    "positions": ("(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor", _positions, _fake_positions),
+    "positions": ("(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor", _run, _fake_positions),
 }
 for _name, (_schema, _run_operator, _fake) in _OPERATORS.items():
     # A CUDA graph would replay the kernel launches of a call without the exchanges between ranks.
