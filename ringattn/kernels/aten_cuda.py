@@ -150,7 +150,7 @@ class AtenCuda(Kernel):
         if self.choice in reasons:
             reasons |= {op: f"the call asks for kernel={self.name}" for op in OPS}
         used = " ".join(op for op, _ in taken.calls)
-        return OpChoice(self.name, taken.calls, tuple((op, str(why)) for op, why in reasons.items() if op not in used))
+        return OpChoice(taken.calls, tuple((op, str(why)) for op, why in reasons.items() if op not in used))
 
     def _refuses_cudnn(self, call: Work, head_dim: int) -> str | None:
         """Why cuDNN does not compute a call; None if it does."""

@@ -37,7 +37,6 @@ SQUARE_KEYS = 32
 class OpChoice:
     """Which ops of a kernel compute a work, with the number of calls of each, and why the kernel's other ops do not."""
 
-    kernel: str
     calls: tuple[tuple[str, int], ...]
     left_out: tuple[tuple[str, str], ...] = ()
 
@@ -114,7 +113,7 @@ class Kernel(ABC):
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
         """Which ops compute the works of a visit, and why other ops do not."""
         calls = Counter(self.op_of(call, head_dim) for call in self.calls_of(works))
-        return OpChoice(self.name, tuple(calls.items()))
+        return OpChoice(tuple(calls.items()))
 
     @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:
