@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -102,9 +102,9 @@ class Layout(Numbered, ABC):
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         """(ranges, exact): ranges that cover the shards of adjacent `ranks`; exact if they hold no other position."""
 
-    @abstractmethod
     def grouped(self, size: int) -> Layout:
         """The layout of ranks / size ranks, each of which owns the shards of `size` adjacent ranks of this layout."""
+        return replace(self, ranks=self.ranks // size)
 
     def rows(self, rank: int) -> int:
         """The number of positions that `rank` owns."""

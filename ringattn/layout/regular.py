@@ -48,9 +48,6 @@ class Contiguous(Layout):
     def owner(self, position: int) -> int:
         return ((position + 1) * self.ranks - 1) // self.tokens
 
-    def grouped(self, size: int) -> Layout:
-        return Contiguous(self.tokens, self.ranks // size)
-
 
 @dataclass(frozen=True)
 class Zigzag(Layout):
@@ -76,9 +73,6 @@ class Zigzag(Layout):
     def owner(self, position: int) -> int:
         chunk = ((position + 1) * 2 * self.ranks - 1) // self.tokens
         return min(chunk, 2 * self.ranks - 1 - chunk)
-
-    def grouped(self, size: int) -> Layout:
-        return Zigzag(self.tokens, self.ranks // size)
 
 
 @dataclass(frozen=True)
