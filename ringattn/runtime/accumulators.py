@@ -391,8 +391,3 @@ def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, targe
         merge_sinks_(out, lse, sinks)
     out = as_dtype(out, q.dtype) if target is None else target.copy_(out)
     return out, as_dtype(lse, wide(q.dtype))
-
-
-def make_sums(*like: Tensor) -> Tensors:
-    """Tensors for sums, with the shapes and strides of `like`, in fp32 (fp64 for fp64 tensors)."""
-    return tuple([torch.zeros_like(x, dtype=wide(x.dtype)) for x in like])

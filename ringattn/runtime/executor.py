@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, as_dtype
+from ..kernels.base import Kernel, as_dtype, wide
 from ..kernels.pad import delta, delta_factor, times_unit, with_column, with_delta
 from ..plan.plan import Plan
 from ..plan.work import Work
@@ -27,7 +27,6 @@ from .accumulators import (
     align_rows,
     finish_sums,
     make_output_sums,
-    make_sums,
     merge_partial,
     select_inputs,
 )
@@ -232,7 +231,7 @@ def _backward_ring(
     """`backward` of the ring: K/V blocks visit this rank's queries, or queries with dO, lse and delta visit its
     keys."""
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
-    dq, dk, dv = make_sums(q, k, v)
+    dq, dk, dv = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)]
     centre = Centre(job.kernel, q, k, job.scale)
     if program.rotates == "q":
         assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +123,15 @@ def _resolve(
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
     saved = rank_plan.saved if save and rotates == "kv" else ()
     is_output = not backward and rotates == "kv"  # the visits write the output of this rank
-    planned: tuple[Sequence[Any], tuple[range, ...]] = (
-        make_merge_plan(ring_plan, owner, kernel)
-        if is_output
-        else (_list_works(ring_plan, owner, kernel, backward), ())
-    )
-    works, empty = iter(planned[0]), planned[1]
+    works: Iterator[Any]
+    if is_output:
+        by_visit, empty = make_merge_plan(ring_plan, owner, kernel)
+        works = iter(by_visit)
+    else:
+        demand = ring_plan.query_demand if rotates == "q" else ring_plan.demand
+        calls_of, empty = (kernel.for_backward() if backward else kernel).calls_of, ()
+        visited = (block for step in steps for block in step.visits)
+        works = (tuple(calls_of(demand.joined_works(owner, x.owner, x.row_set))) for x in visited)
     exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
     with torch.inference_mode(False):  # index tensors outlive the caller's inference mode
         recorder = Recorder(plan, _largest_message(plan, rank), device)
@@ -177,16 +180,6 @@ def _summing_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work,
     is_new = state.is_new(part) and len(works) == 1 and _covers(works[0], part, plan)
     sums = state.sums(part, zero=not is_new)
     return Visit(state.recorder.collect(), block, numbers, works=works, rows=rows, sums=sums, is_new=is_new)
-
-
-def _list_works(plan: Plan, rank: int, kernel: Kernel, backward: bool) -> list[tuple[Work, ...]]:
-    """The calls of every visit, for a pass that adds to sums."""
-    kernel = kernel.for_backward() if backward else kernel
-    rotates = plan.rotates if backward else plan.forward_rotates
-    demand = plan.query_demand if rotates == "q" else plan.demand
-    steps = plan.for_rank(rank).backward if backward else plan.for_rank(rank).forward
-    blocks = [block for step in steps for block in step.visits]
-    return [tuple(kernel.calls_of(demand.joined_works(rank, block.owner, block.row_set))) for block in blocks]
 
 
 def _covers(work: Work, part: Part, plan: Plan) -> bool:
