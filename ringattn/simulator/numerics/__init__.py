@@ -11,12 +11,11 @@ from ...text import did_you_mean
 from .checkpoint import Checkpoint
 from .faults import Fault
 from .oracle import count_mask_errors
+from .result import MODES as MODES
 from .result import NumericsReport
 from .sampled import chosen_rows, sample
 from .source import PERIOD, check_seed, make_source
 from .whole import TOGETHER, whole
-
-MODES = ("sample", "all")
 
 
 def numerics(
