@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, count
 
@@ -43,7 +43,7 @@ TOLERANCE = 1e-11
 #: Messages after which the demand's cache is cleared: for a billion tokens it would grow too large.
 REMEMBERED = 4096
 
-#: The rows that share a work without a band, by (work, turn); rows are numbered in the order of `Walk.homes`.
+#: The rows that share a work without a band, by (work, turn); rows are numbered in the order of `_homes`.
 Calls = dict[tuple[Work, int], list[int]]
 
 
@@ -160,40 +160,33 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
     return order, [(rank, tuple(local for local, _ in found)) for rank, found in homes]
 
 
-@dataclass
+@dataclass(eq=False)
 class SampledArc:
-    """A sampled rank's progress along an arc of the route: its rows' local indices, first row's number, next visit."""
+    """A sampled rank's progress along an arc of the route: its rows' local indices, first row's number, next visits."""
 
     rank: int
     local: tuple[int, ...]
     first: int
     blocks: Iterator[tuple[int, RowSets]]
-    next: tuple[int, RowSets] | None = None
     visits: int = 0
 
 
-@dataclass
 class Walk:
-    """The walk over all visits of the sampled rows."""
+    """The walk over all visits of the sampled rows; `homes` are (rank, local indices of its rows), ascending."""
 
-    plan: Plan
-    source: RowSource
-    #: (rank, local indices of its rows), ascending.
-    homes: Sequence[tuple[int, tuple[int, ...]]]
-    fault: Fault | None = None
-    streams: list[SampledArc] = field(default_factory=list)
-    route: Route = field(init=False)
-    #: Blocks that a sampled rank expects but no rank sends.
-    unsent: int = 0
-
-    def __post_init__(self) -> None:
-        self.route = get_route(self.plan)
-        arcs = [self._arcs(rank) for rank, _ in self.homes]
+    def __init__(
+        self, plan: Plan, source: RowSource, homes: Sequence[tuple[int, tuple[int, ...]]], fault: Fault | None
+    ) -> None:
+        self.plan, self.source, self.fault, self.route = plan, source, fault, get_route(plan)
+        self.streams: list[SampledArc] = []
+        #: Blocks that a sampled rank expects but no rank sends.
+        self.unsent = 0
+        arcs = [self._arcs(rank) for rank, _ in homes]
         # If arcs are the owners after and before a rank, the walk meets an owner first on the last arcs of the ranks
         # above it, then on the first arcs of those below.
         for arc in reversed(range(max(map(len, arcs)))):
             first = 0
-            for (rank, local), mine in zip(self.homes, arcs, strict=True):
+            for (rank, local), mine in zip(homes, arcs, strict=True):
                 if arc < len(mine):
                     self.streams.append(SampledArc(rank, local, first, mine[arc]))
                 first += len(local)
@@ -205,21 +198,18 @@ class Walk:
         over.
         """
         size, at, hops = self.plan.ranks, 0, 0
-        for one in reversed(self.streams):
-            one.next = next(one.blocks, None)
+        coming = {one: next(one.blocks, None) for one in reversed(self.streams)}
         owners = iter(track(count(), size, "blocks"))
-        while waiting := [one for one in self.streams if one.next is not None]:
-            here = [one for one in waiting if one.next is not None and one.next[0] == at]
+        while waiting := [(one, *block) for one in self.streams if (block := coming[one]) is not None]:
+            here = [(one, row_sets) for one, owner, row_sets in waiting if owner == at]
             if not here:
-                others = (one.next[0] for one in waiting if one.next is not None)
-                at = min(others, key=lambda owner: min((at - owner) % size, (owner - at) % size))
+                at = min((x for _, x, _ in waiting), key=lambda owner: min((at - owner) % size, (owner - at) % size))
                 continue
             next(owners)
             groups: dict[tuple[tuple[int, int], RowSets], list[SampledArc]] = {}
-            for one in here:
-                assert one.next is not None
+            for one, row_sets in here:
                 came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
-                groups.setdefault((came, one.next[1]), []).append(one)
+                groups.setdefault((came, row_sets), []).append(one)
             for (came, row_sets), group in groups.items():
                 seen: set[int] = set()
                 for row_set in row_sets:
@@ -231,8 +221,8 @@ class Walk:
                         yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
                 for one in group:
                     one.visits += one.rank in seen
-            for one in reversed(here):  # farthest first: its cached answers help the nearer ones
-                one.next = next(one.blocks, None)
+            for one, _ in reversed(here):  # farthest first: its cached answers help the nearer ones
+                coming[one] = next(one.blocks, None)
             hops += len(here)
             if hops > REMEMBERED:
                 hops = 0
