@@ -72,7 +72,7 @@ class AtenCpu(Kernel):
         max_repeat = CALL_ROWS // (max(rows, keys) * len(work.heads))
         if work.dense and rows * len(work.heads) > CALL_ROWS:
             step = max(CALL_ROWS // len(work.heads), STRIP_ROWS)
-            for single in work.singles():
+            for single in work.repetitions():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
         elif work.dense or rows * keys <= SMALL or (is_causal(work) and rows <= self.triangle_rows):
@@ -84,13 +84,13 @@ class AtenCpu(Kernel):
             if shared:
                 yield from self.split(work.narrow((0, rows), (0, shared)))
             triangle = work.narrow((0, corner), (shared, keys))
-            parts = [part for single in triangle.singles() for part in halve(single, self.triangle_rows)]
+            parts = [part for single in triangle.repetitions() for part in halve(single, self.triangle_rows)]
             for part in join_repetitions(sorted(parts, key=lambda part: part.dense)):
                 yield from self.split(part)
             if corner < rows:
                 yield from self.split(work.narrow((corner, rows), (shared, keys)))
         else:
-            for single in work.singles():
+            for single in work.repetitions():
                 for x in join_repetitions(cut_strips(single, *self.strips)):
                     yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 

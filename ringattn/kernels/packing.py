@@ -88,7 +88,7 @@ def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
     if len(views) <= GATHER_CALLS:
         return views
     alone = [work for work in views if _size(work) > ALONE_ROWS]
-    short = [part for work in views if _size(work) <= ALONE_ROWS for part in work.sequences or work.singles()]
+    short = [part for work in views if _size(work) <= ALONE_ROWS for part in work.sequences or work.repetitions()]
     cut = join_keys(_cut_rows(short), lambda work: True)
     ways = short, cut, [part for work in cut for part in _by_head(work)]
     choices = [views, *([*alone, *_gather(works)] for works in ways if len(works) <= MOST_SEQUENCES)]
@@ -225,7 +225,7 @@ def _sequences(call: Work) -> Iterator[Work]:
     if not _is_packable(call):
         yield call
         return
-    for work in call.singles():
+    for work in call.repetitions():
         if work.lo is None or work.lo != work.hi:
             yield work
             continue

@@ -104,25 +104,18 @@ class Work(Value):
         stop = self.keys if self.lo is None else min(self.keys, last - self.lo)
         return self.narrow((first, last), (start, stop))
 
-    def singles(self) -> Iterator[Work]:
-        """The repetitions of the work, one by one."""
-        for turn in range(self.repeat):
-            yield self._take(turn, 1)
-
-    def repetitions(self, most: int) -> Iterator[Work]:
+    def repetitions(self, most: int = 1) -> Iterator[Work]:
         """The repetitions of the work, at most `most` at a time."""
-        for first in range(0, self.repeat, max(most, 1)):
-            yield self._take(first, min(max(most, 1), self.repeat - first))
-
-    def _take(self, first: int, repeat: int) -> Work:
-        """`repeat` repetitions of the work, starting with the one at index `first`."""
-        if repeat == self.repeat:
-            return self
-        q = shift_range(self.q, first * self.q_shift)
-        k = tuple(shift_range(run, first * self.k_shift) for run in self.k)
-        if repeat == 1:
-            return replace(self, q=q, k=k, repeat=1, q_shift=0, k_shift=0)
-        return replace(self, q=q, k=k, repeat=repeat)
+        most = max(most, 1)
+        if most >= self.repeat:
+            yield self
+            return
+        for first in range(0, self.repeat, most):
+            q = shift_range(self.q, first * self.q_shift)
+            k = tuple(shift_range(run, first * self.k_shift) for run in self.k)
+            repeat = min(most, self.repeat - first)
+            shifts = (self.q_shift, self.k_shift) if repeat > 1 else (0, 0)
+            yield replace(self, q=q, k=k, repeat=repeat, q_shift=shifts[0], k_shift=shifts[1])
 
 
 def _is_short(work: Work) -> bool:

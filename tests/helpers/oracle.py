@@ -211,7 +211,7 @@ def solve_calls(kernel: Kernel, case: Case, work: Work) -> Result:
 
 def _calls(kernel: Kernel, work: Work) -> Iterator[tuple[Work, slice, slice]]:
     """The calls of a kernel, with their rows and their keys."""
-    for call in (single for batch in kernel.split(work) for single in batch.singles()):
+    for call in (single for batch in kernel.split(work) for single in batch.repetitions()):
         yield call, slice(call.q.start, call.q.stop), slice(call.k[0].start, call.k[-1].stop)
 
 

@@ -76,7 +76,7 @@ def visible_pairs(work: Work) -> Iterator[tuple[int, int]]:
 
 def pairs_of(work: Work) -> Iterator[tuple[int, int, int]]:
     """(head, row, key) of a call."""
-    for single in work.singles():
+    for single in work.repetitions():
         parts = single.sequences or (single,)
         rows = [(x.heads, i) for x in parts for i in x.q]
         keys = [j for x in parts for run in x.k for j in run]

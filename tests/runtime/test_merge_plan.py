@@ -160,7 +160,7 @@ def test_repetitions_need_equal_distances() -> None:
 
     (chain,) = join_repetitions([at(8, 3), at(0, 1), at(4, 2)])
     assert (chain.repeat, chain.q_shift, chain.k_shift) == (3, 4, 1) and chain.rows == range(12)
-    assert list(chain.singles()) == [at(0, 1), at(4, 2), at(8, 3)]
+    assert list(chain.repetitions()) == [at(0, 1), at(4, 2), at(8, 3)]
     assert [part.repeat for part in chain.repetitions(2)] == [2, 1]
     assert len(join_repetitions([at(0, 0), at(4, 6), at(8, 0)])) == 2  # keys do not go back
     assert len(join_repetitions([at(0, 0), at(2, 6)])) == 2  # query rows overlap
