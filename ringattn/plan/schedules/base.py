@@ -301,22 +301,17 @@ class Route(Schedule):
             builder.recv(edge.step + 1, edge.step + 1, edge.target, make_parts(sums, rank, self.stopping(edge)))
         return builder.steps()
 
-    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
-        """The edges from `rank`; given `block` (owner, target), only those that bring the owner's block to target."""
-        if block is None:
-            onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
-            return [*self.first_edges(rank), *onward]
-        owner, target = block
-        if owner == rank:
-            edges = self.first_edges_to(rank, target)
-        else:
-            arrival = self.arrival(rank, owner)
-            edges = () if arrival is None else self.next_edges(arrival)
-        return [edge for edge in edges if edge.target == target]
+    def departures(self, rank: int) -> list[Edge]:
+        """The edges from `rank`."""
+        onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
+        return [*self.first_edges(rank), *onward]
 
-    def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        """Those of `first_edges` that go to `target`, perhaps with others, which routes with many edges leave out."""
-        return self.first_edges(owner)
+    def sends(self, edge: Edge) -> bool:
+        """Whether the edge is one of the `departures` of its source, without listing them."""
+        if edge.owner == edge.source:
+            return edge in self.first_edges(edge.owner)
+        arrival = self.arrival(edge.source, edge.owner)
+        return arrival is not None and edge in self.next_edges(arrival)
 
     def arrival(self, rank: int, owner: int) -> Edge | None:
         """The edge on which the block of `owner` reaches `rank`; None if no row of it does."""

@@ -39,9 +39,9 @@ class DirectSchedule(Route):
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edges_from(owner))[::-1]
 
-    def first_edges_to(self, owner: int, target: int) -> tuple[Edge, ...]:
-        distance = (target - owner) % self.demand.layout.ranks
-        return tuple(self._edges_from(owner, range(distance, distance + 1)))
+    def sends(self, edge: Edge) -> bool:
+        distance = (edge.target - edge.owner) % self.demand.layout.ranks
+        return edge in self._edges_from(edge.owner, range(distance, distance + 1))
 
     def _edges_from(self, owner: int, distances: range | None = None) -> Iterator[Edge]:
         """The edges on which the block of `owner` leaves it, latest first; only those of `distances` if given."""
@@ -93,7 +93,7 @@ class PullSchedule(DirectSchedule):
     not the sends, so it fits only ranks that run one by one, with storage as their peer.
     """
 
-    def departures(self, rank: int, block: tuple[int, int] | None = None) -> list[Edge]:
+    def departures(self, rank: int) -> list[Edge]:
         return []
 
     def last_edges(self, owner: int) -> Iterator[Edge]:

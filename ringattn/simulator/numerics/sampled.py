@@ -236,7 +236,7 @@ class Walk:
 
     def _arrive(self, edge: Edge) -> tuple[int, RowSets]:
         """(owner, row sets) of what arrives on an edge; counts it in `unsent` if its source does not send it."""
-        self.unsent += edge not in self.route.departures(edge.source, (edge.owner, edge.target))
+        self.unsent += not self.route.sends(edge)
         return edge.owner, self.route.carried(edge)
 
     def _find_calls(self, owner: int, row_set: RowSet | AllRows, group: list[SampledArc], seen: set[int]) -> Calls:
