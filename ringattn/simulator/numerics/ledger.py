@@ -250,13 +250,13 @@ def pieces(layout: Layout) -> tuple[np.ndarray, list[tuple[range, int]]]:
     return np.ascontiguousarray(runs[np.argsort(runs[:, 0])].T), others
 
 
-def expect(pattern: Pattern, layout: Layout, q: range, heads: int, ledger: PairLedger) -> np.ndarray:
-    """Add the pairs that the pattern keeps for the query positions `q`, in all heads, to a ledger, in closed form.
+def expect(pattern: Pattern, layout: Layout, runs: Sequence[range], heads: int, ledger: PairLedger) -> np.ndarray:
+    """Add the pairs that the pattern keeps for the queries at `runs`, in all heads, to a ledger, in closed form.
 
-    Returns the owners of the blocks in which some row of `q` sees a key, ascending.
+    Returns the owners of the blocks in which some of these queries sees a key, ascending.
     """
     met = [np.empty(0, dtype=np.int64)]
-    for tile in (tile for keys in layout.domain for tile in pattern.tiles(q, keys, range(heads))):
+    for tile in (tile for q in runs for keys in layout.domain for tile in pattern.tiles(q, keys, range(heads))):
         rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)
         for owner, first, count, step in seen_pieces(tile, layout):
             with np.errstate(over="ignore"):

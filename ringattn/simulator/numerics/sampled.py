@@ -98,9 +98,8 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
     report = NumericsReport(true, "sample", ranks=len(homes), tolerance=TOLERANCE, rows=len(order))
     ledger, wanted = (PairLedger(np.array(order), plan.heads) for _ in range(2))
     for rank, local in homes:
-        met = [expect(true.pattern, true.layout, range(p, p + 1), true.heads, wanted)
-               for p in true.layout_of("q").positions(rank)[list(local)].tolist()]  # fmt: skip
-        report.visits_expected += len(np.unique(np.concatenate(met)))
+        mine = [range(p, p + 1) for p in true.layout_of("q").positions(rank)[list(local)].tolist()]
+        report.visits_expected += len(expect(true.pattern, true.layout, mine, true.heads, wanted))
     places = [range(row, row + 1) for row in order]
     q = torch.cat([source.rows("q", place) for place in places], 2)
     kernel = AuditingKernel(get_kernel("auto", q, q, q), source, plan.layout, ledger)

@@ -16,7 +16,6 @@ the shard length, so no two shards are equal.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -219,7 +218,7 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
 
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
     """Standard normal numbers, float64, by Box-Muller from two hashes of (stream, index); index is int64."""
-    key = int.from_bytes(struct.pack("<q", stream & (1 << 63) - 1), "little") * 0xBF58476D1CE4E5B9 % (1 << 63)
+    key = (stream & (1 << 63) - 1) * 0xBF58476D1CE4E5B9 % (1 << 63)
     u = [shift(finalize((index * 2 + i ^ key) * GAMMA), 11).double() * 2.0**-53 for i in (0, 1)]
     return (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()
 

@@ -33,9 +33,9 @@ def test_the_expected_ledger_is_that_of_the_mask(pattern: Pattern, layout: str) 
         a, b, c = (mixed(plan.layout.owner(key) * 4 + salt) for salt in range(3))
         terms.append(a + b * key + c * key * key)
     ledger = PairLedger(np.arange(256), 4)
-    met = {r: expect(plan.pattern, plan.layout, range(r, r + 1), 4, ledger).tolist() for r in range(0, 256, 8)}
+    met = {r: expect(plan.pattern, plan.layout, [range(r, r + 1)], 4, ledger).tolist() for r in range(0, 256, 8)}
     for start in range(1, 8):  # many rows at a time
-        expect(plan.pattern, plan.layout, range(start, 256, 8), 4, ledger)
+        expect(plan.pattern, plan.layout, [range(start, 256, 8)], 4, ledger)
     for head in range(4):
         for q in range(0, 256, 5):
             wanted = sum(int(times) * term for times, term in zip(mask[head, q], terms, strict=True))
