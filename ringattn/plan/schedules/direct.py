@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -27,14 +27,8 @@ class DirectSchedule(Route):
 
     def _edges_to(self, rank: int, near: int, far: int) -> Iterator[Edge]:
         """The edges to `rank` from the owners at distances far .. near before it."""
-        ranks, here = self.demand.layout.ranks, range(rank, rank + 1)
-
-        def some_needed(near: int, far: int) -> bool:
-            return any(self.demand.needs(here, owners) for owners in runs(rank - far, far - near + 1, ranks))
-
-        table = self.demand.table
-        needed = None if table is None else table[rank, (rank - np.arange(far, near - 1, -1)) % ranks]
-        return (_edge((rank - d) % ranks, d, ranks) for d in _search(some_needed, needed, near, far))
+        ranks = self.demand.layout.ranks
+        return (_edge((rank - d) % ranks, d, ranks) for d in self._search(rank, -1, near, far))
 
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
         return tuple(self._edges_from(owner))[::-1]
@@ -45,15 +39,24 @@ class DirectSchedule(Route):
 
     def _edges_from(self, owner: int, distances: range | None = None) -> Iterator[Edge]:
         """The edges on which the block of `owner` leaves it, latest first; only those of `distances` if given."""
-        ranks, here = self.demand.layout.ranks, range(owner, owner + 1)
-
-        def some_need(near: int, far: int) -> bool:
-            return any(self.demand.needs(queriers, here) for queriers in runs(owner + near, far - near + 1, ranks))
-
+        ranks = self.demand.layout.ranks
         near, far = (1, ranks - 1) if distances is None else (distances[0], distances[-1])
-        table = self.demand.table
-        needed = None if table is None else table[(owner + np.arange(far, near - 1, -1)) % ranks, owner]
-        return (_edge(owner, d, ranks) for d in _search(some_need, needed, near, far))
+        return (_edge(owner, d, ranks) for d in self._search(owner, +1, near, far))
+
+    def _search(self, rank: int, sign: int, near: int, far: int) -> Iterator[int]:
+        """The distances far .. near at which the rank up the ring (+1) needs the block of `rank`, or (-1) `rank` the
+        block of the rank down the ring: read from the table of the demand if there is one, else found by halving."""
+        demand, ranks, here = self.demand, self.demand.layout.ranks, range(rank, rank + 1)
+        if demand.row_reach is not None:
+            visits, others = demand.row_reach.visits, (rank + sign * np.arange(far, near - 1, -1)) % ranks
+            needed = visits[others, rank] if sign > 0 else visits[rank, others]
+            return iter((far - needed.nonzero()[0]).tolist())
+
+        def some(near: int, far: int) -> bool:
+            others = runs(rank + near if sign > 0 else rank - far, far - near + 1, ranks)
+            return any(demand.needs(run, here) if sign > 0 else demand.needs(here, run) for run in others)
+
+        return search(some, near, far)
 
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
         return ()
@@ -75,11 +78,6 @@ class DirectSchedule(Route):
             return sum(demand.count_needed(self.served(edge), owner) for edge in edges)
         others = [(owner + 1 + (ranks - 1) * i // LATEST) % ranks for i in range(LATEST)]
         return sum(demand.count_needed((range(r, r + 1),), owner) for r in others) * (ranks - 1) // LATEST
-
-
-def _search(some: Callable[[int, int], bool], needed: np.ndarray | None, near: int, far: int) -> Iterator[int]:
-    """The distances far .. near that have something: read from the table `needed` if given, else found by halving."""
-    return search(some, near, far) if needed is None else iter((far - needed.nonzero()[0]).tolist())
 
 
 def _edge(owner: int, distance: int, ranks: int) -> Edge:
