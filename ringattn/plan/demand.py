@@ -98,11 +98,6 @@ class BlockDemand(ABC):
     def visits(self, rank: int, owner: int) -> bool:
         """Whether `rank` needs a row of the block of `owner`."""
 
-    @property
-    def table(self) -> np.ndarray | None:
-        """Whether each rank needs a row of each block, bool [ranks, blocks]; None if only the tiles can tell."""
-        return None if self.row_reach is None else self.row_reach.visits
-
     @cached_property
     def sampled_reach(self) -> RowReach | None:
         """What ranks need of all blocks, or of `sampled_blocks`; None if only the tiles can tell."""
@@ -186,8 +181,7 @@ class BlockDemand(ABC):
             for block in self.layout.shard(owner):
                 for mine in positions:
                     for heads, rows in self._needed_pieces(mine, block):
-                        local = locate(rows, block)
-                        yield heads, range(local.start + first, local.stop + first, local.step)
+                        yield heads, shift_range(locate(rows, block), first)
                 first += len(block)
 
     def _needed_pieces(self, mine: range, block: range) -> Iterator[tuple[range, range]]:

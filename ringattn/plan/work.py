@@ -197,19 +197,14 @@ HeadPairs = list[tuple[int, int]]
 
 def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
     """A tile of positions in `q_rows` x `k_rows`, converted to local indices that begin at `first_q` and `first_k`."""
-    q, k = locate(tile.q, q_rows), locate(tile.k, k_rows)
-    q = range(q.start + first_q, q.stop + first_q, q.step)
-    k = range(k.start + first_k, k.stop + first_k, k.step)
+    q, k = shift_range(locate(tile.q, q_rows), first_q), shift_range(locate(tile.k, k_rows), first_k)
     if tile.dense:
         return Tile(tile.heads, q, k, branch=tile.branch)
     # The distance i - j counts rows of the tile, so it is the same for positions and local indices. If local steps
     # differ, `step` only has to be the one by which `lower` divides.
-    base = tile.q.start - tile.k.start
-    lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step)
-    hi = None if tile.hi is None else (tile.hi - base) // tile.q.step
-    offset, step = q.start - k.start, q.step
-    lo = None if lo is None else lo * step + offset
-    hi = None if hi is None else hi * step + offset
+    base, offset = tile.q.start - tile.k.start, q.start - k.start
+    lo = None if tile.lo is None else ceil_div(tile.lo - base, tile.q.step) * q.step + offset
+    hi = None if tile.hi is None else (tile.hi - base) // tile.q.step * q.step + offset
     return Tile(tile.heads, q, k, lo, hi, tile.branch)
 
 
