@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ...errors import InvalidInput
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
 from ...layout.regular import Layout
+from ...pattern.tile import merge_runs
 from ...plan.plan import Plan
 from ...runtime.executor import ForwardResult, Job, backward, forward
 from ..progress import track
@@ -301,16 +301,10 @@ def whole(
         done.ledger_of(ledger, members)
         done.results_of(outcomes)
         report.seconds = before + time.perf_counter() - begun
-        finished.append({"ranks": _runs(members), "pairs": int(ledger.pairs.sum()), "ledger": ledger.digest()})
+        runs = [(run[0], run[-1]) for run in merge_runs(range(rank, rank + 1) for rank in members)]
+        finished.append({"ranks": runs, "pairs": int(ledger.pairs.sum()), "ledger": ledger.digest()})
         if checkpoint.due:
             checkpoint.write({"report": report.counts(), "finished": finished})
     checkpoint.write({"report": report.counts(), "finished": finished})
     assert ranks is not None or fault is not None or report.pairs_expected == plan.pairs(), "each pair is expected once"
     return report
-
-
-def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """[first, last] of each run of consecutive ranks."""
-    order = sorted(ranks)
-    cuts = [0, *(i for i in range(1, len(order)) if order[i] != order[i - 1] + 1), len(order)]
-    return [[order[first], order[stop - 1]] for first, stop in pairwise(cuts)]
