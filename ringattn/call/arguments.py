@@ -135,7 +135,7 @@ def read_dropout(dropout: float | Dropout) -> Dropout | None:
         return None
     from ..kernels.dropout import Dropout  # few calls drop weights
 
-    return Dropout.read(dropout)
+    return dropout if isinstance(dropout, Dropout) else Dropout(dropout)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:

@@ -8,7 +8,6 @@ give the seed of a stream, and number k of the stream decides about the key at p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,11 +49,6 @@ class Dropout:
 
     def __bool__(self) -> bool:
         return self.p > 0
-
-    @classmethod
-    def read(cls, value: Any) -> Dropout:
-        """The `Dropout` for an option that is a `Dropout` or p. Raises InvalidInput for anything else."""
-        return value if isinstance(value, Dropout) else cls(value)
 
     def seeded(self, seed: int | None = None) -> Dropout:
         """The same dropout with `seed`, or with its own seed, or with a random one if both are None."""
