@@ -30,8 +30,6 @@ TABLE_RANKS, TABLE_CELLS, TABLE_ALL = 512, 1 << 18, 64
 EXACT_ROWS = 1 << 53
 #: Bytes of the layout tables that this process caches.
 LAYOUTS = 1 << 24
-#: No limit on ranges: more than any block has.
-MOST = 1 << 62
 #: Some ranks, as runs of consecutive ranks.
 Ranks = Sequence[range]
 
@@ -65,7 +63,7 @@ class RowReach(ABC):
         """
 
     @abstractmethod
-    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+    def needed(self, ranks: Ranks, owner: int, most: int, others: Sequence[Ranks] = ()) -> RowSets:
         """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others` does.
 
         They are contiguous ranges or, if the block has more than `most` ranges of positions, as few ranges (of any
@@ -169,7 +167,7 @@ class RunReach(RowReach):
         first, last = np.maximum.accumulate(farthest_first, 2)
         return self._runs.sum_blocks(np.minimum(first + last, self._runs.length))
 
-    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+    def needed(self, ranks: Ranks, owner: int, most: int, others: Sequence[Ranks] = ()) -> RowSets:
         parts, lengths, start = [], self._lengths(owner), 0
         for length, first, last, left, right in zip(lengths.tolist(), *self._cut(ranks, owner, others), strict=True):
             parts += [range(start + left, start + first), range(max(start + last, start + left), start + right)]
@@ -254,7 +252,7 @@ class StripedReach(RowReach):
         counts = np.bincount(self._owner * (limit + 1) + limit - hops, minlength=ranks * (limit + 1))
         return counts.reshape(ranks, limit + 1).cumsum(1)[:, :limit]
 
-    def needed(self, ranks: Ranks, owner: int, most: int = MOST, others: Sequence[Ranks] = ()) -> RowSets:
+    def needed(self, ranks: Ranks, owner: int, most: int, others: Sequence[Ranks] = ()) -> RowSets:
         mask = self._needed_mask(ranks, owner, others)
         ranges = find_runs(mask) if self._rows[owner][1] <= most else to_ranges(mask.nonzero()[0])
         return self._row_sets(ranges, len(mask))
