@@ -124,13 +124,16 @@ class _Compared:
             report.planned_messages += sum(plan.messages(rank, backward=back) for rank in ranks)
 
     def results_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare the outputs of a group, and its gradients if there are any."""
+        """Compare the outputs of a group, and its gradients, which it exchanges within itself, if there are any."""
         for outcome in outcomes:
             self.rows_of(outcome)
             if outcome.grads:
                 self.counts_of(outcome)
         if outcomes[0].grads:
-            self.gradients_of(outcomes)
+            home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
+            for ranks in connected(self.plan, sorted(home), backward=True):
+                if any(map(self.plan.layout.rows, ranks)):
+                    self._keys_of(ranks, [home[rank] for rank in ranks])
 
     def rows_of(self, outcome: Outcome) -> None:
         """Compare `COMPARED` rows of every rank, of the output and dq if there is one, with `exact_rows`."""
@@ -175,17 +178,11 @@ class _Compared:
                 wrong += int((x.double().numpy() != wanted).sum())
         self.report.wrong_gradients = (self.report.wrong_gradients or 0) + wrong
 
-    def gradients_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare dk and dv of some key rows of every rank, and products of gradients over all rows.
-
-        The ranks must exchange gradients only among themselves.
-        """
-        home = {rank: (o, i) for o in outcomes for i, rank in enumerate(o.ranks)}
-        for ranks in connected(self.plan, sorted(home), backward=True):
-            if any(map(self.plan.layout.rows, ranks)):
-                self._keys_of(ranks, [home[rank] for rank in ranks])
-
     def _keys_of(self, ranks: Sequence[int], mine: Sequence[tuple[Outcome, int]]) -> None:
+        """Compare dk and dv of some key rows of connected ranks, and products of gradients over all their rows.
+
+        `mine` has the outcome of each rank, and its index there.
+        """
         layout, source = self.plan.layout, self.source
         positions = np.concatenate([self.q_layout.positions(rank) for rank in ranks])
         order = torch.from_numpy(np.argsort(positions))
