@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -151,7 +151,7 @@ class Lockstep:
             rank: (c, i) for c, batched in enumerate(members) for i, rank in enumerate(batched.ranks)
         }
         self._hops = [self._known(batched) for batched in members]
-        self._routes: dict[tuple[int, int], list[tuple[int, Any, Any]]] = {}
+        self._routes: dict[tuple[int, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
         self._sent: dict[tuple[int, int, int], _BatchMessage] = {}
         self._open: list[_BatchMessage] = []
 
@@ -206,10 +206,7 @@ class Lockstep:
             send = self._sent[s, -away % self.size, recv.hop.tag]
             assert len(send.views) == len(recv.views), "sender and receiver disagree on the message"
             for target, x in zip(recv.views, send.views, strict=True):
-                if isinstance(mine, slice):
-                    target[mine].copy_(x[theirs])
-                else:
-                    target[mine] = x[theirs]
+                target[mine] = x[theirs]
             send.left.discard(recv.batch)
         recv.left.clear()
         if self.tamper is not None:
@@ -218,33 +215,24 @@ class Lockstep:
                     self.tamper(rank, part, tensors)
         return True
 
-    def _answer(self, batched: BatchedRanks, recv: _BatchMessage, index: slice | np.ndarray) -> None:
+    def _answer(self, batched: BatchedRanks, recv: _BatchMessage, index: np.ndarray) -> None:
         """Fill the messages from ranks that are not executed."""
-        for i in range(len(batched.ranks))[index] if isinstance(index, slice) else index.tolist():
+        for i in index.tolist():
             for part, tensors in _parts(batched, recv, i):
                 assert part.kind == "kv", "queries and sums come from executed ranks only"
                 for x, y in zip(tensors, self.answer(part), strict=True):
                     x.copy_(y[0])
             self.answered += 1
 
-    def _route(self, c: int, away: int) -> list[tuple[int, Any, Any]]:
+    def _route(self, c: int, away: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """The ranks `away` ranks after the members of batch `c`: (their batch, indices in `c`, indices there)."""
         if (c, away) not in self._routes:
             peers = [self._home.get((rank + away) % self.size, (OUTSIDE, 0)) for rank in self.members[c].ranks]
             homes, there = np.array([home for home, _ in peers]), np.array([i for _, i in peers])
-            found = []
-            for home in np.unique(homes).tolist():
-                here = np.flatnonzero(homes == home)
-                found.append((home, *_even(here, there[here])))
-            self._routes[c, away] = found
+            self._routes[c, away] = [
+                (home, here := np.flatnonzero(homes == home), there[here]) for home in np.unique(homes).tolist()
+            ]
         return self._routes[c, away]
-
-
-def _even(a: np.ndarray, b: np.ndarray) -> tuple[Any, Any]:
-    """Both index arrays as slices if both are consecutive, else unchanged."""
-    if all((np.diff(x) == 1).all() for x in (a, b)):
-        return slice(int(a[0]), int(a[-1]) + 1), slice(int(b[0]), int(b[-1]) + 1)
-    return a, b
 
 
 def _parts(batched: BatchedRanks, recv: _BatchMessage, index: int) -> Iterator[tuple[Part, list[torch.Tensor]]]:
