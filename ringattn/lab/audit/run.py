@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
@@ -91,17 +91,15 @@ def audit(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "findings")
         while cases:
-            path.touch()
+            path.write_bytes(b"")
             limit, failure = len(cases) * 4 * patience + 600.0, None
             try:
                 with _following(path):
                     run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
-            told = path.read_text(encoding="utf-8").splitlines()
-            path.unlink()
-            yield from list_findings(told, cases, target, ranks, model)
-            found, begun = _read(told)
+            found, begun = read(path)
+            yield from found.values()
             last = next((i for i, case in enumerate(cases) if case.feature == begun), None)
             if failure is not None and (last is None or not isinstance(failure, LaunchFailure)):
                 raise failure
@@ -122,8 +120,7 @@ def _following(path: Path) -> Iterator[None]:
 
     def follow() -> None:
         while not done.wait(0.5):
-            _, begun = _read(path.read_text(encoding="utf-8").splitlines())
-            show_note(begun)
+            show_note(read(path)[1])
 
     threading.Thread(target=follow, daemon=True).start()
     try:
@@ -132,39 +129,74 @@ def _following(path: Path) -> Iterator[None]:
         done.set()
 
 
-@dataclass(frozen=True)
+def read(path: Path) -> tuple[dict[str, Finding], str]:
+    """(the findings that rank 0 has written to the file, by feature; the feature that was begun last)."""
+    found, begun = dict[str, Finding](), ""
+    with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # the last one may be half written
+        while True:
+            one: str | Finding = pickle.load(file)
+            if isinstance(one, Finding):
+                found[one.case.feature] = one
+            else:
+                begun = one
+    return found, begun
+
+
 class _Rank:
-    """What a rank needs to try a case, and to tell the others its verdict. Rank 0 keeps all verdicts, as JSON lines."""
+    """A rank that tries cases, and agrees with the others on each; rank 0 keeps the findings, by feature."""
 
-    solve: Callable[[Case], Any] | None
-    judge: Callable[[Case, Any], Verdict]
-    rank: int
-    ranks: int
-    store: Any
-    patience: float
-    path: Path | None
-    report: Callable[[list[str]], None] | None
-    told: list[str] = field(default_factory=list)
+    def __init__(
+        self, rank: int, name: str, patience: float, model: str | None,
+        report: Callable[[list[Finding]], None] | None, path: Path | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.ranks, self.patience = rank, dist.get_world_size(), patience
+        self.name, self.target, self.model = name, load_target(name, model), model
+        self.report, self.path = report, path
+        self.findings: dict[str, Finding] = {}
+        on_gpu = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+        make_store: Any = vars(dist)["TCPStore"]  # has no type stubs
+        store = make_store("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
+        port: list[Any] = [store and store.port]
+        dist.broadcast_object_list(port, 0)
+        self.store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
+        self.tested = None if model is None else models.Tested(model)
 
-    def write(self, record: dict[str, Any]) -> None:
-        if self.rank == 0:
-            self.told.append(json.dumps(record))
-            if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(self.told[-1] + "\n")
+    def write(self, one: str | Finding) -> None:
+        """Append a finding, or the feature that begins, to the file at `path`."""
+        if self.rank == 0 and self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(pickle.dumps(one))
 
-    def tell(self, feature: str, verdicts: Sequence[Verdict], smaller: Case | None = None) -> None:
-        self.write({"feature": feature, "verdicts": [*map(asdict, verdicts)], "case": smaller and asdict(smaller)})
+    def tell(self, case: Case, verdicts: Sequence[Verdict], smaller: Case | None = None) -> None:
+        """Keep what became of a case, with the smallest one that is also wrong."""
+        if self.rank:
+            return
+        # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
+        order = [(VERDICTS.index(one.verdict), one.tensor in ("out", "logits"), one.error) for one in verdicts]
+        rank = max(range(self.ranks), key=order.__getitem__)
+        worst, script = verdicts[rank], ""
+        said = [f"rank {i}: {one.why}" for i, one in enumerate(verdicts) if one.verdict in ("refused", "crash")]
+        if worst.verdict == "hang" and said:
+            worst = replace(worst, why=f"{worst.why}, after {said[0]}")
+        elif worst.verdict == "refused" and len(said) < self.ranks:
+            worst = replace(worst, why=f"{worst.why} (on {len(said)} of {self.ranks} ranks only)")
+        elif worst.verdict == "wrong":
+            words = self.tested.words if self.tested else 0
+            script = write_script(self.target, self.name, smaller or case, self.ranks, self.model, words)
+        finding = Finding((smaller if script else None) or case, worst, rank, script)
+        self.findings[case.feature] = finding
+        self.write(finding)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
         """The verdicts of all ranks on a case, exchanged through the store under the key `number`."""
-        solved = self.solve and self.solve(case)
+        solved = self.tested and self.tested.solve(case)
         self.store.set(f"{number}/ready/{self.rank}", "")
-        self._wait(f"{number}/ready", inf)
+        self.wait(f"{number}/ready", inf)
         timer = threading.Timer(self.patience, self.give_up, (case, number))
         timer.start()
         with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
-            mine = self.judge(case, solved)
+            mine = judge(self.tested.compare if self.tested else compare, self.target, case, solved, self.device)
         timer.cancel()
         self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(mine)))
         verdicts = self._collect(number, 2 * self.patience)
@@ -178,121 +210,68 @@ class _Rank:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(stuck)))
         if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
-            self.tell(case.feature, self._collect(number, LINGER / 2))
+            self.tell(case, self._collect(number, LINGER / 2))
         if self.rank == 0 and self.report is not None:
             sys.stdout = sys.__stdout__
-            self.report(self.told)
+            self.report([*self.findings.values()])
         if self.rank or self.report is not None:
             sleep(LINGER)  # a launcher ends all ranks with the first
         os._exit(STUCK)
 
-    def _wait(self, key: str, seconds: float) -> None:
+    def wait(self, key: str, seconds: float) -> None:
         """Wait until all ranks have set the key, or for `seconds`. Unlike store.wait, this lets signals through."""
         end, keys = monotonic() + seconds, [f"{key}/{rank}" for rank in range(self.ranks)]
         while not self.store.check(keys) and monotonic() < end:
             sleep(0.005)
 
     def _collect(self, number: str, seconds: float) -> list[Verdict]:
-        self._wait(f"{number}/verdict", seconds)
+        self.wait(f"{number}/verdict", seconds)
         keys = [f"{number}/verdict/{rank}" for rank in range(self.ranks)]
         missing = Verdict("hang", "no result")
         return [Verdict(**json.loads(self.store.get(key))) if self.store.check([key]) else missing for key in keys]
 
+    def try_case(self, case: Case, number: int) -> None:
+        """Try a case, and smaller ones if it is wrong. Collective."""
+        if case.dtype == "float32":
+            case = replace(case, dtype=getattr(self.target, "dtype", case.dtype))
+        self.write(case.feature)
+        lacks = set() if self.model else case.needs - accepts(self.target)
+        if lacks:
+            return self.tell(case, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * self.ranks)
+        verdicts, smaller, turn = self.agree(case, str(number)), None, 0
+        self.tell(case, verdicts)
+        tried = shrink(case, self.ranks) if _is_wrong(verdicts) else iter(())
+        while (candidate := next(tried, None)) is not None:
+            turn += 1
+            found = self.agree(candidate, f"{number}.{turn}")
+            if _is_wrong(found):
+                verdicts, smaller, tried = found, candidate, shrink(candidate, self.ranks)
+        if smaller is not None:
+            self.tell(case, verdicts, smaller)
+
 
 def work(
     rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None = None,
-    report: Callable[[list[str]], None] | None = None, path: Path | None = None,
-) -> list[str]:  # fmt: skip
-    """Try the cases on this rank of a group; returns what was found, as lines for `list_findings`, on rank 0.
+    report: Callable[[list[Finding]], None] | None = None, path: Path | None = None,
+) -> list[Finding]:  # fmt: skip
+    """Try the cases on this rank of a group; returns what was found on rank 0, and nothing on the others.
 
-    Collective. Rank 0 also appends the lines to the file at `path`. If ranks hang or end early, rank 0 calls `report`
-    with the lines so far.
+    Collective. Rank 0 also appends the findings to the file at `path`, see `read`, and calls `report` with them at the
+    end, also if ranks hang or end early.
     """
-    target, ranks = load_target(name, model), dist.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else "cpu"
-    make_store: Any = vars(dist)["TCPStore"]  # has no type stubs
-    store = make_store("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
-    port: list[Any] = [store and store.port]
-    dist.broadcast_object_list(port, 0)
-    store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
-    tested = None if model is None else models.Tested(model)
-    one = _Rank(
-        tested.solve if tested else None,
-        partial(judge, tested.compare if tested else compare, target, device=torch.device(device)),
-        rank,
-        ranks,
-        store,
-        patience,
-        path,
-        report,
-    )
-    ended = False
+    one = _Rank(rank, name, patience, model, report, path)
     try:
         with nullcontext() if report is None else terminable():
             for number, case in enumerate(cases):
-                _try(case, number, one, target, set() if model else case.needs - accepts(target))
-        store.set(f"end/{rank}", "")
+                one.try_case(case, number)
+        one.store.set(f"end/{rank}", "")
         if rank == 0:  # whose store the others read
-            one._wait("end", 2 * patience)
-        ended = True
+            one.wait("end", 2 * patience)
     finally:
-        if rank == 0 and report is not None and not ended:
-            report(one.told)
-    return one.told
-
-
-def _try(case: Case, number: int, one: _Rank, target: Callable[..., Any], lacks: set[str]) -> None:
-    """Try a case, and smaller ones if it is wrong. Collective."""
-    if case.dtype == "float32":
-        case = replace(case, dtype=getattr(target, "dtype", case.dtype))
-    one.write({"begun": case.feature})
-    if lacks:
-        return one.tell(case.feature, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * one.ranks)
-    verdicts, smaller, turn = one.agree(case, str(number)), None, 0
-    one.tell(case.feature, verdicts)
-    tried = shrink(case, one.ranks) if _is_wrong(verdicts) else iter(())
-    while (candidate := next(tried, None)) is not None:
-        turn += 1
-        found = one.agree(candidate, f"{number}.{turn}")
-        if _is_wrong(found):
-            verdicts, smaller, tried = found, candidate, shrink(candidate, one.ranks)
-    if smaller is not None:
-        one.tell(case.feature, verdicts, smaller)
+        if rank == 0 and report is not None:
+            report([*one.findings.values()])
+    return [*one.findings.values()]
 
 
 def _is_wrong(verdicts: Sequence[Verdict]) -> bool:
     return any(one.verdict == "wrong" for one in verdicts)
-
-
-def _read(told: Sequence[str]) -> tuple[dict[str, tuple[list[Verdict], Case | None]], str]:
-    """(by feature the verdicts of all ranks, with the smallest failing case; the feature that was begun last)."""
-    found: dict[str, tuple[list[Verdict], Case | None]] = {}
-    begun = ""
-    for record in map(json.loads, told):
-        begun = record.get("begun", begun)
-        if "feature" in record:
-            smaller = record["case"] and Case(**{**record["case"], "ways": tuple(record["case"]["ways"])})
-            found[record["feature"]] = [Verdict(**one) for one in record["verdicts"]], smaller
-    return found, begun
-
-
-def list_findings(
-    told: Sequence[str], cases: Sequence[Case], target: str, ranks: int, model: str | None = None
-) -> Iterator[Finding]:
-    """The findings of those cases that the ranks have told about in these lines, see `work`."""
-    found, _ = _read(told)
-    for case in (case for case in cases if case.feature in found):
-        verdicts, smaller = found[case.feature]
-        # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
-        order = [(VERDICTS.index(one.verdict), one.tensor in ("out", "logits"), one.error) for one in verdicts]
-        rank = max(range(ranks), key=order.__getitem__)
-        worst = verdicts[rank]
-        said = [f"rank {i}: {one.why}" for i, one in enumerate(verdicts) if one.verdict in ("refused", "crash")]
-        if worst.verdict == "hang" and said:
-            worst = replace(worst, why=f"{worst.why}, after {said[0]}")
-        elif worst.verdict == "refused" and len(said) < ranks:
-            worst = replace(worst, why=f"{worst.why} (on {len(said)} of {ranks} ranks only)")
-        script = ""
-        if worst.verdict == "wrong":
-            script = write_script(load_target(target, model), target, smaller or case, ranks, model)
-        yield Finding((smaller if script else None) or case, worst, rank, script)

@@ -73,8 +73,11 @@ MODEL = """    torch.manual_seed(1)
 SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
 
-def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, model: str | None = None) -> str:
-    """A script that shows the failure of a case; "" if it depends on `Case.ways` or on dropout."""
+def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, model: str | None, words: int) -> str:
+    """A script that shows the failure of a case; "" if it depends on `Case.ways` or on dropout.
+
+    `words`: the number of different ids in a batch of the model.
+    """
     if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
         return ""
     module, named, function = name.partition(":")
@@ -92,7 +95,7 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
     }
     if model is not None:
         _, imported, made = models.load_model(model)
-        batch = {name: x.tolist() for name, x in models.make_batch(case, models.Tested(model).words).items()}
+        batch = {name: x.tolist() for name, x in models.make_batch(case, words).items()}
         known |= {"inputs": batch, "spans": models.find_spans(case), "padding": case.mask.get("padding", 0)}
         known |= {"model": made, "target": f"{source}\n{imported}"}
         return (BEGIN + MODEL + END).format(**known)

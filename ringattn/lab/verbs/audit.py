@@ -20,7 +20,7 @@ from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
 from ...transport.launcher import Launch, detect, init_process_group
 from ...transport.mpi import load
-from ..audit.run import FAILURES, Finding, audit, check, choose_cases, list_findings, work
+from ..audit.run import FAILURES, Finding, audit, check, choose_cases, work
 from .settings import AuditConfig
 
 
@@ -41,30 +41,25 @@ def main(config: AuditConfig) -> None:
         )
     model = config.model.spec or config.model.path
     cases = choose_cases(ranks, config.features, model)
+
+    def report(found: list[Finding]) -> None:
+        _report(config, model, ranks, found)
+        if left := [case.feature for case in cases[len(found) :]]:
+            sys.stderr.write(f"ringattn: ranks hung or ended early; not tried: {', '.join(left)}\n")
+        sys.stdout.flush()
+
     findings: list[Finding] = []
     if launch.kind == "none":
         try:
             findings.extend(audit(config.target, ranks, cases, config.patience, model))
         finally:  # perhaps interrupted
             if findings:
-                _report(config, model, ranks, findings)
+                report(findings)
     else:
         check(config.target, ranks, cases, model)
         _join(launch, 60 * config.patience)
-
-        def report(told: list[str]) -> None:
-            found = [*list_findings(told, cases, config.target, ranks, model)]
-            _report(config, model, ranks, found)
-            if left := [case.feature for case in cases[len(found) :]]:
-                sys.stderr.write(f"ringattn: ranks hung or ended early; not tried: {', '.join(left)}\n")
-            sys.stdout.flush()
-
-        told = work(launch.rank, config.target, cases, config.patience, model, report)
+        findings = work(launch.rank, config.target, cases, config.patience, model, report)
         dist.barrier()
-        if launch.rank:
-            return
-        findings.extend(list_findings(told, cases, config.target, ranks, model))
-        _report(config, model, ranks, findings)
     if any(one.verdict.verdict in FAILURES for one in findings):
         sys.exit(1)
 

@@ -19,7 +19,7 @@ from ringattn import InvalidInput
 from ringattn.lab.audit.cases import Case, list_cases
 from ringattn.lab.audit.models import load_model
 from ringattn.lab.audit.oracle import attend, make_inputs, see
-from ringattn.lab.audit.run import Finding, audit, choose_cases, list_findings, load_target, work
+from ringattn.lab.audit.run import Finding, audit, choose_cases, load_target, read, work
 from ringattn.lab.verbs.audit import main
 from ringattn.transport.launcher import run_local
 
@@ -33,11 +33,11 @@ def try_all(rank: int, names: list[str], features: list[list[str] | None], folde
         work(rank, name, choose_cases(RANKS, chosen), 20.0, path=Path(folder, name))
 
 
-def findings(folder: Path, name: str, cases: list[Case], ranks: int, model: str | None = None) -> list[Finding]:
+def findings(folder: Path, name: str, cases: list[Case]) -> list[Finding]:
     """What rank 0 wrote to the file `name` about these cases, all of them."""
-    found = [*list_findings((folder / name).read_text().splitlines(), cases, name, ranks, model)]
-    assert len(found) == len(cases)
-    return found
+    found, _ = read(folder / name)
+    assert [*found] == [case.feature for case in cases]
+    return [*found.values()]
 
 
 @pytest.mark.multi
@@ -48,7 +48,7 @@ def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> Non
     features: list[list[str] | None] = [most, None, *([feature] for feature in FAULTS.values())]
     run_local(try_all, RANKS, names, features, str(tmp_path), timeout=110, threads=1)
     found = {
-        name: findings(tmp_path, name, choose_cases(RANKS, chosen), RANKS)
+        name: findings(tmp_path, name, choose_cases(RANKS, chosen))
         for name, chosen in zip(names, features, strict=True)
     }
     for name in names[:2]:
@@ -88,7 +88,7 @@ def test_results_of_another_kind_are_wrong_and_not_refused(tmp_path: Path) -> No
     }
     run_local(try_all, RANKS, [*kinds], [["dense"]] * len(kinds), str(tmp_path), timeout=60, threads=1)
     for name, why in kinds.items():
-        (one,) = findings(tmp_path, name, choose_cases(RANKS, ["dense"]), RANKS)
+        (one,) = findings(tmp_path, name, choose_cases(RANKS, ["dense"]))
         assert one.verdict.verdict == ("crash" if "TypeError" in why else "wrong"), one
         assert one.verdict.why.startswith(why), one
 
@@ -110,7 +110,7 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
     run_local(try_models, 2, targets, [*faults.values(), "uneven length"], str(tmp_path), timeout=110, threads=1)
     cases = choose_cases(2, [*faults.values(), "uneven length"], MODEL)
     for name in targets:
-        found = {one.case.feature: one for one in findings(tmp_path, name, cases, 2, MODEL)}
+        found = {one.case.feature: one for one in findings(tmp_path, name, cases)}
         wrong = {feature for feature, one in found.items() if one.verdict.verdict != "exact"}
         fault = faults.get(name.removeprefix("faulty_rings:"))
         assert wrong == ({*found} if "half" in name else {fault} - {None}), (name, found)
