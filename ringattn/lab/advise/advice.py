@@ -152,10 +152,10 @@ class Advice:
         faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
         if not faster:
             return f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time."
-        other = min(faster, key=lambda one: one.bytes)
+        other = min(faster, key=lambda one: one.step.bytes)
         return (
-            f"Memory: with {size(other.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up to "
-            f"{1 - other.seconds / best.seconds:.0%} less time."
+            f"Memory: with {size(other.step.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up "
+            f"to {1 - other.seconds / best.seconds:.0%} less time."
         )
 
     def _price_changes(self) -> list[str]:
@@ -190,8 +190,9 @@ class Advice:
         memory = best.offer.machine.memory
         if memory is not None and best.is_tight:
             lines.append(
-                f"Every candidate fits tightly: the first needs {size(best.bytes)} of {size(memory)}, and an allocator "
-                f"could take {size(best.step.reserved)}: if it runs out, take more GPUs, or checkpointing=host."
+                f"Every candidate fits tightly: the first needs {size(best.step.bytes)} of {size(memory)}, and "
+                f"an allocator could take {size(best.step.reserved)}: if it runs out, take more GPUs, or "
+                "checkpointing=host."
             )
         return lines
 
@@ -319,7 +320,7 @@ def explain(candidate: TrainingCandidate) -> str:
         return words
     category = max(candidate.step.memory, key=lambda name: candidate.step.memory[name])
     nearly = "memory tight" if candidate.is_tight else "memory"
-    return f"{words}; {nearly}: {size(candidate.bytes)} of {size(memory)}, most of it {category}"
+    return f"{words}; {nearly}: {size(candidate.step.bytes)} of {size(memory)}, most of it {category}"
 
 
 def nearest_miss(found: Found, offer: Offer) -> str:
@@ -327,8 +328,8 @@ def nearest_miss(found: Found, offer: Offer) -> str:
     has = offer.machine.memory
     if has is None or not found.too_large:
         return ""
-    nearest = min(found.too_large, key=lambda one: one.bytes)
-    memory, lacking = nearest.step.memory, nearest.bytes - has
+    nearest = min(found.too_large, key=lambda one: one.step.bytes)
+    memory, lacking = nearest.step.memory, nearest.step.bytes - has
     category = max(memory, key=lambda name: memory[name])
     words = (
         f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
@@ -423,7 +424,7 @@ def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandid
 
     def key(candidate: TrainingCandidate) -> tuple[bool, int, int, int]:
         value = candidate.seconds if by == "time" else candidate.cost
-        return candidate.is_tight, round(log(value) / EQUAL) if value else 0, candidate.pace, candidate.bytes
+        return candidate.is_tight, round(log(value) / EQUAL) if value else 0, candidate.pace, candidate.step.bytes
 
     return sorted((candidate for one in found.values() for candidate in one.best), key=key)[:SHOWN]
 
@@ -504,7 +505,7 @@ def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[l
             duration(candidate.step.seconds),
             f"{digits(candidate.cost)}" + (" GPU h" if candidate.offer.price is None else ""),
             "" if candidate.step.mfu is None else f"{candidate.step.mfu:.1%}",
-            size(candidate.bytes),
+            size(candidate.step.bytes),
         ]
         for place, candidate in enumerate(candidates, 1)
     ]

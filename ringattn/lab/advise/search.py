@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from math import ceil, gcd, log
 from typing import Any
@@ -113,10 +112,10 @@ class TrainingCandidate:
         rates = self.offer.machine.kernel_rates
         return rates.library if rates is not None else ""
 
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes per GPU."""
-        return sum(self.step.memory.values())
+    @property
+    def name(self) -> str:
+        """The shape as text."""
+        return self.parallel.name
 
     @property
     def is_tight(self) -> bool:
@@ -131,13 +130,7 @@ class TrainingCandidate:
     @property
     def order(self) -> tuple[bool, int, int]:
         """Sort key among candidates on equally many GPUs: tight ones last, then by pace and bytes."""
-        return self.is_tight, self.pace, self.bytes
-
-    @property
-    def name(self) -> str:
-        """The shape as text, without the numbers that are 1."""
-        numbers = zip(("cp", "dp", "tp", "pp", "ep"), self.shape, strict=True)
-        return " ".join(f"{name}={number}" for name, number in numbers if number > 1) or "one GPU"
+        return self.is_tight, self.pace, self.step.bytes
 
     @property
     def choices(self) -> str:

@@ -58,39 +58,20 @@ class ServingQuestion:
 
 
 @dataclass(frozen=True)
-class ServingCandidate:
-    """A way to serve, and its modelled phase."""
-
-    parallel: Parallel
-    estimate: ModelEstimate
-
-    @property
-    def name(self) -> str:
-        """The ranks of each kind as text, without the numbers that are 1."""
-        numbers = {name: getattr(self.parallel, name) for name in ("cp", "dp", "tp")}
-        return " ".join(f"{name}={number}" for name, number in numbers.items() if number > 1) or "one GPU"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of memory that each GPU needs for weights, cache and activations."""
-        return sum(self.estimate.memory.values())
-
-
-@dataclass(frozen=True)
 class Serving:
-    """The result of `serve`: for each number of GPUs the fastest candidate that fits, else the nearest to fitting."""
+    """The result of `serve`: for each number of GPUs the fastest phase that fits, else the nearest to fitting."""
 
     question: ServingQuestion
-    best: dict[int, ServingCandidate]
-    misses: dict[int, ServingCandidate]
+    best: dict[int, ModelEstimate]
+    misses: dict[int, ModelEstimate]
 
     @property
     def chosen(self) -> int | None:
         """The smallest number of GPUs that meets `within` or, without it, the fastest one; None if none does."""
         within, best = self.question.within, self.best
         if within is None:
-            return min(best, key=lambda gpus: (best[gpus].estimate.seconds, gpus), default=None)
-        return next((gpus for gpus, one in best.items() if one.estimate.seconds <= within), None)
+            return min(best, key=lambda gpus: (best[gpus].seconds, gpus), default=None)
+        return next((gpus for gpus, one in best.items() if one.seconds <= within), None)
 
     @property
     def verdict(self) -> str:
@@ -105,27 +86,27 @@ class Serving:
             miss = self.describe_miss(question.gpus)
             return f"{what}: fits on no number of GPUs up to {question.gpus}; {miss} [modelled]."
         if gpus is None:
-            most = min(self.best, key=lambda count: self.best[count].estimate.seconds)
+            most = min(self.best, key=lambda count: self.best[count].seconds)
             fastest = self.best[most]
             return (
                 f"{what}: no number of GPUs up to {question.gpus} is fast enough; {plural(most, 'GPU')} with "
-                f"{fastest.name} take {duration(fastest.estimate.seconds)} for the {question.waits_for}, not "
+                f"{fastest.parallel.name} take {duration(fastest.seconds)} for the {question.waits_for}, not "
                 f"{duration(question.within or 0.0)} [modelled]."
             )
         one = self.best[gpus]
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
-            f"{question.waits_for}{limit}: {one.name}, {duration(one.estimate.seconds)}, {size(one.bytes)} of each GPU "
+            f"{question.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU "
             "[modelled]."
         )
 
     def describe_miss(self, gpus: int) -> str:
         """What is missing on this number of GPUs, in words."""
         one, has = self.misses[gpus], self.question.offer.machine.memory or 0
-        category = max(one.estimate.memory, key=lambda name: one.estimate.memory[name])
+        category = max(one.memory, key=lambda name: one.memory[name])
         return (
-            f"on {plural(gpus, 'GPU')} {one.name} lacks {size(one.bytes - has)} beside the {size(has)} of each; most "
-            f"of its memory is {category}"
+            f"on {plural(gpus, 'GPU')} {one.parallel.name} lacks {size(one.bytes - has)} beside the {size(has)} of "
+            f"each; most of its memory is {category}"
         )
 
     @property
@@ -133,15 +114,14 @@ class Serving:
         """For each number of GPUs: candidate, seconds, rate and memory; never a time where nothing fits."""
         rows = list[tuple[str, ...]]()
         for gpus in self.question.counts:
-            if gpus in self.best:
-                one = self.best[gpus]
-                seconds, parts = one.estimate.seconds, one.estimate.parts
+            if one := self.best.get(gpus):
+                seconds, parts = one.seconds, one.parts
                 longest = max(parts, key=lambda name: parts[name])
                 share = f"{longest} {parts[longest] / seconds:.0%}"
-                rate = f"{digits(one.estimate.tokens / seconds)} tokens/s"
-                rows.append((str(gpus), one.name, duration(seconds), rate, share, size(one.bytes)))
-            elif gpus in self.misses:
-                rows.append((str(gpus), self.misses[gpus].name, "does not fit", "", "", size(self.misses[gpus].bytes)))
+                rate = f"{digits(one.tokens / seconds)} tokens/s"
+                rows.append((str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes)))
+            elif one := self.misses.get(gpus):
+                rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes)))
         return rows
 
     @property
@@ -160,7 +140,7 @@ class Serving:
             "best": {
                 str(gpus): {
                     **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
-                    **{name: getattr(one.estimate, name) for name in ("seconds", "parts", "memory", "plan")},
+                    **{name: getattr(one, name) for name in ("seconds", "parts", "memory", "plan")},
                 }
                 for gpus, one in self.best.items()
             },
@@ -171,23 +151,22 @@ class Serving:
 
 def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: None) -> Serving:
     """The best way to serve on each number of GPUs. Raises InvalidInput where no cp x dp x tp has such a number."""
-    best: dict[int, ServingCandidate] = {}
-    misses: dict[int, ServingCandidate] = {}
+    best: dict[int, ModelEstimate] = {}
+    misses: dict[int, ModelEstimate] = {}
     refused = set[str]()
+    phase = prefill if question.phase == "prefill" else decode
     for done, gpus in enumerate(question.counts):
         tell(done, len(question.counts), plural(gpus, "GPU"))
         found = []
         for parallel in list_spreads(question, gpus):
             try:
-                found.append(ServingCandidate(parallel, _estimate(question, parallel)))
+                found.append(phase(question.model, question.offer.machine, question.tokens, parallel))
             except RingAttentionError as error:
                 refused.add(str(error))
-        fitting = [one for one in found if one.estimate.fits is not False]
+        fitting = [one for one in found if one.fits is not False]
         if fitting:
-            least = min(one.estimate.seconds for one in fitting)
-            best[gpus] = min(
-                (one for one in fitting if one.estimate.seconds <= least * (1 + EQUAL)), key=lambda one: one.bytes
-            )
+            least = min(one.seconds for one in fitting)
+            best[gpus] = min((x for x in fitting if x.seconds <= least * (1 + EQUAL)), key=lambda x: x.bytes)
         elif found:
             misses[gpus] = min(found, key=lambda one: one.bytes)
     if not best and question.gpus not in misses:
@@ -211,9 +190,3 @@ def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
                 continue
             schedule = "auto" if cp <= LARGE else "ring"
             yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=software)
-
-
-def _estimate(question: ServingQuestion, parallel: Parallel) -> ModelEstimate:
-    machine = question.offer.machine
-    phase = prefill if question.phase == "prefill" else decode
-    return phase(question.model, machine, question.tokens, parallel)

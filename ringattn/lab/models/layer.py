@@ -350,7 +350,7 @@ class ModelEstimate:
     parts: dict[str, float]
     #: Bytes of one GPU by category.
     memory: dict[str, int]
-    gpus: int
+    parallel: Parallel
     #: Tokens of all sequences that the GPUs process in these seconds.
     tokens: int
     machine: Machine = field(repr=False)
@@ -360,9 +360,19 @@ class ModelEstimate:
     copies: int = 0
 
     @property
+    def gpus(self) -> int:
+        """All GPUs of the job."""
+        return self.parallel.gpus
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one GPU needs in all."""
+        return sum(self.memory.values())
+
+    @property
     def needed(self) -> int:
         """Bytes that one GPU needs, without the overhead of the driver, NCCL and an allocator."""
-        return sum(count for name, count in self.memory.items() if name != "reserved")
+        return self.bytes - self.memory["reserved"]
 
     @property
     def reserved(self) -> int:
@@ -382,4 +392,4 @@ class ModelEstimate:
     @property
     def fits(self) -> bool | None:
         """Whether the memory of a GPU is enough; None: the machine does not say how much it has."""
-        return None if self.machine.memory is None else sum(self.memory.values()) <= self.machine.memory
+        return None if self.machine.memory is None else self.bytes <= self.machine.memory

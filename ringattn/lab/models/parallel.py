@@ -107,6 +107,12 @@ class Parallel:
         return self.pp * self.stage
 
     @property
+    def name(self) -> str:
+        """The ranks of each kind as text, without the numbers that are 1."""
+        numbers = {name: getattr(self, name) for name in ("cp", "dp", "tp", "pp", "ep")}
+        return " ".join(f"{name}={number}" for name, number in numbers.items() if number > 1) or "one GPU"
+
+    @property
     def recomputes_all(self) -> bool:
         """Whether a backward computes attention again."""
         return self.checkpointing in ("full", "host")

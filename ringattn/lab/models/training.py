@@ -133,7 +133,7 @@ def training_step(
         kept = ceil(in_flight * (memory["activations"] - costs.again_bytes))
         memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
-        gpus=parallel.gpus,
+        parallel=parallel,
         tokens=sequences * tokens,
         parts=_pipelined(costs, _parts(costs, layers, recurrent), count, model.layers % parallel.pp > 0),
         memory=memory,

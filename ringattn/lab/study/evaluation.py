@@ -60,19 +60,19 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
 def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
     """The record of a point that simulates a phase of a model."""
     try:
-        _, parallel, estimate = estimate_model(config)
+        _, estimate = estimate_model(config)
     except (InvalidInput, Unsupported) as error:
         return {"status": "refused", "why": str(error)}
     values = {
         "time": estimate.seconds,
         "rate": estimate.tokens / estimate.seconds,
-        "memory": sum(estimate.memory.values()),
+        "memory": estimate.bytes,
         "fits": estimate.fits,
         **{f"memory: {name}": value for name, value in estimate.memory.items()},
         **{f"time: {name}": value for name, value in estimate.parts.items()},
     }
     named = {f"{config.phase} {name}": value for name, value in values.items()}
-    notes = [NOT_MODELLED, *describe_errors(config, parallel, estimate)]
+    notes = [NOT_MODELLED, *describe_errors(config, estimate)]
     return {"status": "ok", "values": named, "not modelled": notes}
 
 

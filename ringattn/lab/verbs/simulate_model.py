@@ -35,8 +35,8 @@ NOT_MODELLED = (
 )
 
 
-def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, ModelEstimate]:
-    """The model, its parallelism, and the estimate of its phase. Raises InvalidInput and Unsupported."""
+def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
+    """The model, and the estimate of its phase. Raises InvalidInput and Unsupported."""
     check_choice("phase", config.phase, PHASES)
     check_choice("merge", config.merge, MERGES)
     check_choice("windows", config.windows, WINDOWS)
@@ -53,18 +53,18 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, Parallel, Model
     )
     machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
     if config.phase == "training":
-        return model, parallel, training_step(model, machine, tokens, parallel)
+        return model, training_step(model, machine, tokens, parallel)
     if config.phase == "prefill":
         chunk = None if config.chunk is None else parse_size(config.chunk, "chunk")
-        return model, parallel, prefill(model, machine, tokens, parallel, chunk=chunk)
-    return model, parallel, decode(model, machine, tokens, parallel, merge=config.merge, windows=config.windows)
+        return model, prefill(model, machine, tokens, parallel, chunk=chunk)
+    return model, decode(model, machine, tokens, parallel, merge=config.merge, windows=config.windows)
 
 
 def main(config: SimulateConfig) -> None:
     """Print the tables of a model's phase; write the numbers as JSON to `output.path`, if set."""
     check_json(config.output.path)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        model, parallel, estimate = estimate_model(config)
+        model, estimate = estimate_model(config)
     if isinstance(estimate, StepEstimate):
         numbers = [*_step_numbers(estimate), *_cost_numbers(estimate)]
     else:
@@ -76,17 +76,16 @@ def main(config: SimulateConfig) -> None:
             *_fits(estimate),
         ]
     if config.output.path is not None:
-        write_json(config.output.path, _record(config, model, parallel, estimate))
+        write_json(config.output.path, _record(config, model, estimate))
     if config.forecast is not None:
         _append(config.forecast, estimate)
     if config.output.path != STDOUT:
-        _print(config, model, parallel, estimate, numbers)
+        _print(config, model, estimate, numbers)
 
 
-def _print(
-    config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate, numbers: list[Number]
-) -> None:
+def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, numbers: list[Number]) -> None:
     """Print the request, the tables of time and memory, and the derived numbers."""
+    parallel = estimate.parallel
     name = config.machine.path or config.machine.spec
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
@@ -99,21 +98,22 @@ def _print(
     parts = [(name, duration(part), f"{part / estimate.seconds:.1%}") for name, part in estimate.parts.items() if part]
     print_grid("", ("time [modelled]", "adds", "share"), parts)
     memory = [(name, size(count)) for name, count in estimate.memory.items() if count]
-    print_grid("", ("memory of a GPU [modelled]", "bytes"), [*memory, ("sum", size(sum(estimate.memory.values())))])
+    print_grid("", ("memory of a GPU [modelled]", "bytes"), [*memory, ("sum", size(estimate.bytes))])
     counted = Number("parameters", f"{model.parameters:,}, {model.active_parameters:,} with each token", "counted")
     print_numbers("", [counted, *numbers])
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    for note in describe_errors(config, parallel, estimate):
+    for note in describe_errors(config, estimate):
         print_paragraph(f"note: {note}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 
-def describe_errors(config: SimulateConfig, parallel: Parallel, estimate: ModelEstimate) -> list[str]:
+def describe_errors(config: SimulateConfig, estimate: ModelEstimate) -> list[str]:
     """How far the model was from published measurements, one sentence for each of its parts."""
     if isinstance(estimate, StepEstimate):
         return [describe_steps(estimate.outside)]
+    parallel = estimate.parallel
     tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)
     band = describe_band(estimate.machine.preset, tokens) if config.phase == "prefill" else ""
     return [*([f"attention on {band}"] if band else []), f"a {config.phase} has no published measurement here"]
@@ -182,13 +182,13 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
     return numbers
 
 
-def _record(config: SimulateConfig, model: ModelConfig, parallel: Parallel, estimate: ModelEstimate) -> dict[str, Any]:
+def _record(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate) -> dict[str, Any]:
     """The numbers as plain data, in seconds and bytes."""
     record: dict[str, Any] = {
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,
         "tokens": config.size(),
-        "parallel": {**asdict(parallel), "gpus": estimate.gpus},
+        "parallel": {**asdict(estimate.parallel), "gpus": estimate.gpus},
         "machine": machine_record(estimate.machine),
         **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
         "tokens per second and GPU": estimate.tokens_per_second,
