@@ -124,9 +124,3 @@ def _print(calibration: Calibration) -> None:
     get_console().print()
     texts = {"passes": counts, "measured / modelled": spread, "  90 % interval": bounds}
     print_numbers("", [Number(name, text, "measured") for name, text in texts.items()])
-    if len(ratios) == len(calibration.passes):
-        get_console().print(
-            "note: in one round each kind of pass ran once, so that intervals reflect differences between kinds, and "
-            "hardly those between runs; try repeat=5",
-            soft_wrap=True,
-        )
