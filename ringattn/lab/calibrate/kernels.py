@@ -8,7 +8,6 @@ from itertools import cycle, groupby, product
 
 import torch
 
-from ...kernels import get_kernel
 from ...kernels.base import Kernel, wide
 from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
@@ -50,8 +49,14 @@ def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], set
     Works of one shape take turns. Repeated alone, a small call takes up to half less time than in a pass, where other
     calls and their data come between.
     """
-    groups = [(group, backward) for backward in (False, True) for group in _group(works, settings)]
-    return [sample for group, backward in groups for sample in _time_group(ranks, kernel, group, settings, backward)]
+    samples = []
+    for backward, group in product((False, True), _group(works, settings)):
+        calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in group]
+        for work, seconds in zip(group, ranks.time_alternating(calls), strict=True):
+            ((shape, rows, keys, pairs),) = lower_to_tiles(work)
+            flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
+            samples.append(Sample(shape, backward, rows, keys, flops, ranks.gather_times(seconds)))
+    return samples
 
 
 def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
@@ -68,19 +73,6 @@ def _group(works: Sequence[Work], settings: Settings) -> Iterator[list[Work]]:
             group.append(work)
             size += nbytes
         yield group
-
-
-def _time_group(
-    ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings, backward: bool
-) -> list[Sample]:
-    """Samples of works that take turns; all ranks compute at the same time."""
-    calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
-    samples = []
-    for work, seconds in zip(works, ranks.time_alternating(calls), strict=True):
-        ((shape, rows, keys, pairs),) = lower_to_tiles(work)
-        flops = pairs * 4 * settings.head_dim * (BACKWARD if backward else 1.0)
-        samples.append(Sample(shape, backward, rows, keys, flops, ranks.gather_times(seconds)))
-    return samples
 
 
 def make_call(
@@ -115,12 +107,6 @@ def make_call(
                 accumulate(of_keys, call, batch, *key_parts, by_key=True)
 
     return run_backward if backward else run_forward
-
-
-def find_kernel(settings: Settings, device: torch.device) -> Kernel:
-    """The kernel for these settings on a device."""
-    probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=device)
-    return get_kernel(settings.kernel, probe, probe, probe)
 
 
 def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:

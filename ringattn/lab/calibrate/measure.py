@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from ...kernels import get_kernel
 from ...kernels.base import Kernel
 from ...machine.machine import Machine
 from ...plan.work import Work
 from ...simulator.timing.rates import MERGE_PASSES, own_bytes
+from ...simulator.timing.simulation import simulate
 from . import kernels
 from .fits import Sample, fit_calls, fit_interference, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
-from .passes import GRID, Pass, PassCase, Runs, list_cases, model_passes, sizes_between, time_pass
+from .passes import Pass, PassCase, Runs, list_cases, sizes_between, time_pass
 
 #: The most time that a pass may wait for links to tell the time of a call, and a bandwidth without waiting (bytes/s).
 WAITING, INSTANT = 0.25, 1e18
@@ -111,11 +113,11 @@ def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Ca
     what is being measured, round by round. Collective. Raises InvalidInput, and Unsupported where the kernel cannot
     compute the dtype.
     """
-    kernel = kernels.find_kernel(settings, ranks.device)
+    probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
+    kernel = get_kernel(settings.kernel, probe, probe, probe)
     if ranks.device.type == "cpu" and ranks.nodes == 1:  # a link between nodes does not slow down with the cores
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
-    # Two calibrated sizes, and sizes in between; a single process has no passes.
-    cases = list_cases(GRID, (*settings.rows[:2], *sizes_between(settings.rows)) if ranks.size > 1 else (), ranks.size)
+    cases = list_cases(settings.rows, ranks.size) if ranks.size > 1 else []
     rounds = []
     for number in ranks.rounds(settings):
         tell(f"round {number + 1}")
@@ -189,8 +191,11 @@ def _fit_passes(
     """
 
     def model(machine: Machine) -> list[Pass]:
-        on_node = machine.changed(ranks_per_node=ranks.ranks_per_node)
-        return model_passes(cases, runs, ranks.size, on_node, settings)
+        node = machine.changed(ranks_per_node=ranks.ranks_per_node)
+        return [
+            Pass(case, seconds, simulate(case.plan(ranks.size, settings), node, backward=case.backward).seconds)
+            for case, seconds in zip(cases, runs, strict=True)
+        ]
 
     assert machine.merge is not None, "merging is measured before passes"
     fitted: dict[str, float] = {}

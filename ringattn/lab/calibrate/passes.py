@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,10 +12,8 @@ import torch
 
 from ...call.functional import ring_attention
 from ...call.planner import make_plan
-from ...machine.machine import Machine
 from ...pattern import parse_pattern
 from ...plan.plan import Plan
-from ...simulator.timing.simulation import simulate
 from .measuring_ranks import MeasuringRanks, Settings
 
 #: Seconds of each run, corrected for the pace of the machine.
@@ -37,9 +36,6 @@ class PassCase:
     layout: str
     tokens: int
     backward: bool
-
-    def __str__(self) -> str:
-        return f"{self.pattern} {self.layout} {self.tokens} {'backward' if self.backward else 'forward'}"
 
     def plan(self, ranks: int, settings: Settings) -> Plan:
         """The plan of the pass on `ranks` ranks."""
@@ -67,12 +63,12 @@ class Pass:
         return {**asdict(self.case), "seconds": list(self.seconds), "modelled": self.modelled}
 
 
-def list_cases(grid: Sequence[tuple[str, str]], rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """Every (pattern, layout) of the grid with every number of rows per rank, forward and backward."""
+def list_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
+    """Every (pattern, layout) of GRID, forward and backward, with two calibrated sizes and the sizes in between."""
     return [
         PassCase(pattern, layout, n * ranks, backward)
-        for n in rows
-        for pattern, layout in grid
+        for n in (*rows[:2], *sizes_between(rows))
+        for pattern, layout in GRID
         for backward in (False, True)
     ]
 
@@ -84,16 +80,6 @@ def sizes_between(rows: Sequence[int]) -> list[int]:
     """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
-
-
-def model_passes(
-    cases: Sequence[PassCase], runs_of_cases: Sequence[Runs], ranks: int, machine: Machine, settings: Settings
-) -> list[Pass]:
-    """The measured cases with their modelled seconds on `machine`, the node they ran on."""
-    return [
-        Pass(case, runs, simulate(case.plan(ranks, settings), machine, backward=case.backward).seconds)
-        for case, runs in zip(cases, runs_of_cases, strict=True)
-    ]
 
 
 def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
@@ -109,20 +95,11 @@ def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm
         x.requires_grad_(case.backward)
 
     def attend() -> torch.Tensor:
-        kernel, transport = settings.kernel, ranks.transport
-        return ring_attention(
-            q, k, v, plan.pattern, layout=plan.layout, schedule="ring", kernel=kernel, transport=transport
-        )
+        how: Any = {"schedule": "ring", "kernel": settings.kernel, "transport": ranks.transport}
+        return ring_attention(q, k, v, plan.pattern, layout=plan.layout, **how)
 
     def time_once() -> float:
-        out = attend() if case.backward else None
-
-        def run() -> None:
-            if out is None:
-                attend()
-            else:
-                torch.autograd.grad(out, (q, k, v), grad)
-
+        run: Callable[[], Any] = partial(torch.autograd.grad, attend(), (q, k, v), grad) if case.backward else attend
         seconds, factor = ranks.correction(lambda: ranks.time_call(run))
         return factor * max(ranks.gather(seconds))
 
