@@ -74,9 +74,10 @@ class Advice:
         return front
 
     @property
-    def counts(self) -> Counter[str]:
-        """How many candidates ended in each way (simulated, too large, ...)."""
-        return sum((found.counts for found in self.found.values()), Counter())
+    def counts(self) -> str:
+        """How many candidates there were, and how many ended in each way (simulated, too large, ...), as text."""
+        counts = sum((found.counts for found in self.found.values()), Counter[str]())
+        return f"{plural(counts.total(), 'candidate')}: {', '.join(f'{n:,} {name}' for name, n in counts.items())}"
 
     @property
     def unit(self) -> str:
@@ -139,10 +140,8 @@ class Advice:
             tokens = max(int(self.question.tokens * factor), 1)
             if other is None:
                 lines.append(f"Tokens: at {tokens:,} nothing fits on {describe_place(best)}.")
-            elif (other.shape, other.choices) != (best.shape, best.choices):
-                lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
             else:
-                lines.append(f"Tokens: at {tokens:,} this candidate stays the {most}.")
+                lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
         return lines
 
     def _memory_change(self) -> str:
@@ -294,27 +293,22 @@ def span(candidate: TrainingCandidate) -> tuple[float, float]:
     return per_token * low, per_token * high
 
 
-def shares(candidate: TrainingCandidate) -> dict[str, float]:
-    """Shares of a step: attention's computing, the rest of attention, products and norms, traffic, and the bubble."""
+def explain(candidate: TrainingCandidate) -> str:
+    """What bounds a candidate, as text: the shares of its step and its memory."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
     least = min(candidate.least_attention, attention)
-    return {
+    shares = {
         "attention computes": least / seconds,
         "attention waits, merges and starts": (attention - least) / seconds,
         "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
         f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
         "bubble of the pipeline": bubble / seconds,
     }
-
-
-def explain(candidate: TrainingCandidate) -> str:
-    """What bounds a candidate, as text."""
-    parts = shares(candidate)
-    largest = max(parts, key=lambda name: parts[name])
-    others = ", ".join(f"{name} {share:.1%}" for name, share in parts.items() if name != largest and share >= 0.001)
-    words = f"bound by: {largest} {parts[largest]:.1%} of the step; {others}"
+    (largest, most), *others = sorted(shares.items(), key=lambda one: -one[1])
+    words = f"bound by: {largest} {most:.1%} of the step; "
+    words += ", ".join(f"{name} {share:.1%}" for name, share in others if share >= 0.001)
     memory = candidate.offer.machine.memory
     if memory is None:
         return words
@@ -331,11 +325,10 @@ def nearest_miss(found: Found, offer: Offer) -> str:
     nearest = min(found.too_large, key=lambda one: one.step.bytes)
     memory, lacking = nearest.step.memory, nearest.step.bytes - has
     category = max(memory, key=lambda name: memory[name])
-    words = (
+    return (
         f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
         f"most of it {category}, {size(memory[category])}"
     )
-    return words
 
 
 def describe_numbers(advice: Advice) -> list[str]:
@@ -354,12 +347,6 @@ def describe_numbers(advice: Advice) -> list[str]:
         for where, machine in machines.items()
         if (rates := machine.kernel_rates) is not None
     ]
-
-
-def describe_counts(counts: Counter[str]) -> str:
-    """The number of candidates, and of those with each outcome, as text."""
-    parts = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    return f"{plural(sum(counts.values()), 'candidate')}: {parts}"
 
 
 def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[tuple[int, int]]:

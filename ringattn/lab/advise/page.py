@@ -9,37 +9,34 @@ import numpy as np
 
 from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
 from ..pages.pages import Plot, render_page
-from .advice import BANDWIDTHS, Advice, describe_counts, describe_numbers, explain, span, tabulate
+from .advice import BANDWIDTHS, Advice, describe_numbers, explain, span, tabulate
 
 
 def render(advice: Advice) -> str:
     """The page as HTML. Raises Unsupported where matplotlib is missing."""
     best = advice.best[0]
-    # Title, draw function, its data, and caption; None as data leaves out the plot.
-    plots: list[tuple[str, Callable[[Any, Any], None], object, str]] = [
-        ("Time and cost", _pareto, advice, "Each point is the fastest of a shape; the line joins the Pareto front."),
-        ("Time by part", _time, advice, "The candidates of the table, in its order."),
-        ("Tokens that fit", _frontier, advice, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
-        ("Memory of a GPU", _memory, advice,
-         "The candidates of the table, in its order; the dashed lines are the GPUs' memory."),
-        ("Bandwidth between nodes", _bandwidth, advice if advice.bandwidths else None,
-         "The candidates of the table, with their plans unchanged."),
-    ]  # fmt: skip
+    plots: list[tuple[str, Callable[[Any, Advice], None], str]] = [  # title, draw function, caption
+        ("Time and cost", _pareto, "Each point is the fastest of a shape; the line joins the Pareto front."),
+        ("Time by part", _time, "The candidates of the table, in its order."),
+        ("Tokens that fit", _frontier, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
+        ("Memory of a GPU", _memory, "In the order of the table; the dashed lines are the GPUs' memory."),
+    ]
+    if advice.bandwidths:
+        plots.append(("Bandwidth between nodes", _bandwidth, "The candidates of the table, with unchanged plans."))
     values = {
         "advice": advice,
-        "plots": [(_draw(title, draw, data), caption) for title, draw, data, caption in plots if data is not None],
+        "plots": [(_draw(title, draw, advice), caption) for title, draw, caption in plots],
         "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
         "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
         "numbers": describe_numbers(advice),
-        "counts": describe_counts(advice.counts),
     }
     return render_page(__package__ or "", "advise.j2", values)
 
 
-def _draw(title: str, draw: Callable[[Any, Any], None], data: object) -> Plot:
+def _draw(title: str, draw: Callable[[Any, Advice], None], advice: Advice) -> Plot:
     with drawing(3.4) as figure:
-        draw(figure, data)
+        draw(figure, advice)
         return Plot(title, to_svg(figure, draw.__name__))
 
 

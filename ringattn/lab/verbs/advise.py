@@ -16,7 +16,7 @@ from ...machine.presets import MACHINES, get_machine
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, show_progress
 from ...text import did_you_mean
-from ..advise.advice import Advice, advise, describe_counts, explain, record, software_library, tabulate
+from ..advise.advice import Advice, advise, explain, record, software_library, tabulate
 from ..advise.search import Offer, Question
 from ..advise.serving import ServingQuestion, serve
 from ..models.config import load_model
@@ -138,6 +138,6 @@ def _print(advice: Advice) -> None:
     for title, lines in remarks.items():
         for line in lines:
             print_paragraph(f"{title}: {line}")
-    print_paragraph(describe_counts(advice.counts))
+    print_paragraph(advice.counts)
     print_paragraph(f"launch: {advice.launch}")
     print_paragraph(f"note: {advice.launched_words}")
