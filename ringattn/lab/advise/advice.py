@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from math import ceil, log
 from typing import Any
 
@@ -100,8 +101,39 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """What else would change the verdict, one sentence each."""
-        return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
+        """What else would change the verdict, one sentence each: the kernel, tokens, memory, and prices."""
+        best, lines = self.best[0], list[str]()
+        if self.libraries:
+            others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
+            lines.append(
+                f"Kernel: with {best.library}, a step takes {duration(best.step.seconds)}; {others}. By itself "
+                "torch, and so torchtitan, uses fa2, or cuDNN on Blackwell."
+            )
+        for factor, one in zip(LENGTHS, self.lengths, strict=True):
+            tokens = max(int(self.question.tokens * factor), 1)
+            nothing = f"nothing fits on {describe_place(best)}"
+            found = nothing if one is None else f"the {self.words[1]} is {one.name}, {one.choices}"
+            lines.append(f"Tokens: at {tokens:,} {found}.")
+        too_large = self.found[best.offer.name, best.step.gpus].too_large
+        faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
+        if faster:
+            one = min(faster, key=lambda one: one.step.bytes)
+            lines.append(
+                f"Memory: with {size(one.step.bytes)} on each GPU, {one.name}, {one.choices}, could fit, and take up "
+                f"to {1 - one.seconds / best.seconds:.0%} less time."
+            )
+        else:
+            lines.append(f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time.")
+        by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
+        first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
+        for other in dearer:
+            assert first.offer.price is not None and other.offer.price is not None
+            price = other.offer.price * first.cost / other.cost if other.cost else 0.0
+            lines.append(
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
+                f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
+            )
+        return lines
 
     def value(self, candidate: TrainingCandidate) -> float:
         """The sort key: seconds or cost of 1e9 tokens."""
@@ -124,52 +156,6 @@ class Advice:
                 return f"; at {changed} instead of {rate(now, 'B/s')} between nodes, {winner.name} is {self.words[0]}"
         low, high = (rate(now * factor, "B/s") for factor in (BANDWIDTHS[0], BANDWIDTHS[-1]))
         return f"; at {low} to {high} between nodes, none of the other candidates shown becomes {self.words[0]}"
-
-    def _kernel_change(self) -> list[str]:
-        best = self.best[0]
-        if not self.libraries:
-            return []
-        others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
-        why = ", which torchtitan's attention uses on this GPU" if best.library == software_library(best.offer) else ""
-        return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
-
-    def _length_changes(self) -> list[str]:
-        best, lines = self.best[0], []
-        most = self.words[1]  # on the same GPUs, fastest is also cheapest
-        for factor, other in zip(LENGTHS, self.lengths, strict=True):
-            tokens = max(int(self.question.tokens * factor), 1)
-            if other is None:
-                lines.append(f"Tokens: at {tokens:,} nothing fits on {describe_place(best)}.")
-            else:
-                lines.append(f"Tokens: at {tokens:,} the {most} is {other.name}, {other.choices}.")
-        return lines
-
-    def _memory_change(self) -> str:
-        """The least memory that would allow a faster candidate."""
-        best = self.best[0]
-        too_large = self.found[best.offer.name, best.step.gpus].too_large
-        faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
-        if not faster:
-            return f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time."
-        other = min(faster, key=lambda one: one.step.bytes)
-        return (
-            f"Memory: with {size(other.step.bytes)} on each GPU, {other.name}, {other.choices}, could fit, and take up "
-            f"to {1 - other.seconds / best.seconds:.0%} less time."
-        )
-
-    def _price_changes(self) -> list[str]:
-        """For each other machine, the price below which its cheapest candidate wins."""
-        by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
-        first, *others = sorted(by_offer.values(), key=lambda one: one.cost)
-        lines = []
-        for other in others:
-            assert first.offer.price is not None and other.offer.price is not None
-            price = other.offer.price * first.cost / other.cost if other.cost else 0.0
-            lines.append(
-                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
-                f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
-            )
-        return lines
 
     @property
     def doubts(self) -> list[str]:
@@ -259,7 +245,11 @@ class Advice:
     @cached_property
     def frontier(self) -> dict[str, list[tuple[int, int]]]:
         """By checkpointing: (GPUs, most tokens of one sequence that fit on them), on the best candidate's machine."""
-        return {name: find_frontier(self.question, self.best[0].offer, name) for name in CHECKPOINTING}
+        question, offer, counts = self.question, self.best[0].offer, self.question.counts
+        return {
+            name: [(gpus, most) for gpus in counts if (most := _most_tokens(question, offer, gpus, name))]
+            for name in CHECKPOINTING
+        }
 
 
 def as_torchtitan(parallel: Parallel) -> Parallel:
@@ -270,15 +260,6 @@ def as_torchtitan(parallel: Parallel) -> Parallel:
         checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
         software=replace(TORCHTITAN, dtype=parallel.software.dtype),
     )
-
-
-def software_library(offer: Offer) -> str | None:
-    """The library whose kernels torch, and so torchtitan, takes on a machine by itself; None if there is no choice.
-
-    Torch contains flash-attn 2, and takes cuDNN first on Blackwell (torchtitan, models/attention.py).
-    """
-    names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
-    return "fa2" if "fa2" in names else next(iter(names), None)
 
 
 def describe_place(candidate: TrainingCandidate) -> str:
@@ -349,18 +330,11 @@ def describe_numbers(advice: Advice) -> list[str]:
     ]
 
 
-def find_frontier(question: Question, offer: Offer, checkpointing: str) -> list[tuple[int, int]]:
-    """(GPUs, most tokens of one sequence that fit on them), in powers of two, by counted bytes."""
-    points = []
-    for gpus in question.counts:
-        most, tokens = 0, 1 << 10
-        while tokens <= MOST_TOKENS and _any_fits(
-            replace(question, tokens=tokens, batch=1), offer, gpus, checkpointing
-        ):
-            most, tokens = tokens, 2 * tokens
-        if most:
-            points.append((gpus, most))
-    return points
+def _most_tokens(question: Question, offer: Offer, gpus: int, checkpointing: str) -> int:
+    """The most tokens of one sequence that fit, in powers of two, by counted bytes; 0 if none do."""
+    asked = (replace(question, tokens=1 << i, batch=1) for i in range(10, MOST_TOKENS.bit_length()))
+    fitting = takewhile(lambda one: _any_fits(one, offer, gpus, checkpointing), asked)
+    return max((one.tokens for one in fitting), default=0)
 
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
