@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -93,11 +93,14 @@ def audit(
         while cases:
             path.write_bytes(b"")
             limit, failure = len(cases) * 4 * patience + 600.0, None
+            done = threading.Event()
+            threading.Thread(target=_follow, args=(path, done), daemon=True).start()
             try:
-                with _following(path):
-                    run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
+                run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
+            finally:
+                done.set()
             found, begun = read(path)
             yield from found.values()
             last = next((i for i, case in enumerate(cases) if case.feature == begun), None)
@@ -113,20 +116,10 @@ def audit(
             cases = cases[last + 1 :]
 
 
-@contextmanager
-def _following(path: Path) -> Iterator[None]:
-    """Within the block, show on a terminal which case the ranks have begun, as the file at `path` tells."""
-    done = threading.Event()
-
-    def follow() -> None:
-        while not done.wait(0.5):
-            show_note(read(path)[1])
-
-    threading.Thread(target=follow, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
+def _follow(path: Path, done: threading.Event) -> None:
+    """Until `done`, show on a terminal which case the ranks have begun, as the file at `path` tells."""
+    while not done.wait(0.5):
+        show_note(read(path)[1])
 
 
 def read(path: Path) -> tuple[dict[str, Finding], str]:

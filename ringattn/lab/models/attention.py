@@ -87,7 +87,7 @@ def recurrence_of_layers(
 ) -> tuple[int, LayerRecurrence]:
     """(number of recurrent layers, the recurrence of one of them); an empty one without any."""
     if model.recurrence is None:
-        return 0, LayerRecurrence(0.0, 0.0, 0.0, 0, 0, "")
+        return 0, LayerRecurrence(0.0, 0.0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}
     return model.recurrence.layers, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
 

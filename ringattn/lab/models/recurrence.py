@@ -70,15 +70,11 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class LayerRecurrence:
-    """A recurrent layer on the ranks of one context-parallel group: seconds, and what the busiest rank sends."""
+    """A recurrent layer on the ranks of one context-parallel group: seconds, an exchange included in each."""
 
     forward: float
     backward: float
-    #: Of `forward`, as much again in `backward`.
-    exchange: float
-    sent_bytes: int
-    messages: int
-    #: In words.
+    #: The exchange between ranks, in words.
     plan: str
 
 
@@ -104,9 +100,7 @@ def recur(
     sent, messages = (sum(one) for one in zip(_busiest(states), _busiest(halo), strict=True))
     plan = f"{states.way} of states" if states.rounds else "no exchange"
     words = f"{plan} in {plural(len(states.rounds), 'round')}, {size(sent)} and {plural(messages, 'message')} a rank"
-    return LayerRecurrence(
-        computing + exchange, BACKWARD * computing + exchange, exchange, sent, messages, words if cp > 1 else plan
-    )
+    return LayerRecurrence(computing + exchange, BACKWARD * computing + exchange, words if cp > 1 else plan)
 
 
 def _busiest(plan: RunPlan) -> tuple[int, int]:
