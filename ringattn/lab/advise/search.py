@@ -32,8 +32,6 @@ PARTS = 8
 SHOWN = 5
 #: Times that differ by less than this fraction are equal: the candidate with fewer bytes is better.
 EQUAL = 1e-3
-#: GPUs per kind of parallelism: cp, dp, tp, pp and ep.
-Shape = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,6 @@ class TrainingCandidate:
     least_attention: float
 
     @property
-    def shape(self) -> Shape:
-        """cp, dp, tp, pp and ep."""
-        return self.parallel.cp, self.parallel.dp, self.parallel.tp, self.parallel.pp, self.parallel.ep
-
-    @property
     def seconds(self) -> float:
         """Seconds that all GPUs together need to train on 1e9 tokens."""
         return 1e9 / self.step.tokens * self.step.seconds
@@ -114,7 +107,7 @@ class TrainingCandidate:
 
     @property
     def name(self) -> str:
-        """The shape as text."""
+        """The shape: cp, dp, tp, pp and ep, as text."""
         return self.parallel.name
 
     @property
@@ -160,7 +153,7 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     Simulates candidates in the order of their least possible time, and stops when that of the next candidate exceeds
     the simulated time of the last one shown. Candidates in whose memory an allocator might not find room come last.
     """
-    found, best = Found(), dict[Shape, TrainingCandidate]()
+    found, best = Found(), dict[str, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel in list_spreads(question, offer.machine, gpus):
         step = question.step(offer.machine, parallel, least_attention_of_layers)
@@ -187,8 +180,8 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
             found.too_large.append(candidate)
             continue
         found.counts["simulated"] += 1
-        if candidate.order < best.setdefault(candidate.shape, candidate).order:
-            best[candidate.shape] = candidate
+        if candidate.order < best.setdefault(candidate.name, candidate).order:
+            best[candidate.name] = candidate
     found.counts |= {"too large": len(found.too_large), "refused": found.refused.total()}
     found.best = sorted(best.values(), key=lambda one: one.order)
     return found
@@ -261,11 +254,8 @@ def least_attention_of_layers(
     Visible pairs at the rate of a fully occupied GPU, equally divided among ranks, and the memory that every schedule
     needs; messages would only add to both.
     """
-    rows, item, rates = (
-        parallel.rows * ceil(tokens / parallel.cp),
-        ITEM_BYTES[parallel.software.dtype],
-        machine.kernel_rates,
-    )
+    rows, rates = parallel.rows * ceil(tokens / parallel.cp), machine.kernel_rates
+    item = ITEM_BYTES[parallel.software.dtype]
     wide, heads = max(item, 4), model.heads // parallel.tp
     output = heads * model.head_dim
     inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim

@@ -166,11 +166,8 @@ class LayerCosts:
         columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
         out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
         columns += self.heads * model.head_dim * model.gates_output
-        attention, one, tp = (
-            self._matmul(columns, model.hidden, stored=stored) + out,
-            model.recurrence,
-            self.parallel.tp,
-        )
+        attention = self._matmul(columns, model.hidden, stored=stored) + out
+        one, tp = model.recurrence, self.parallel.tp
         if one is None:
             return attention
         out = self._matmul(model.hidden, one.output / tp, stored=stored)
