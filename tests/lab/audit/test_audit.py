@@ -156,6 +156,17 @@ def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
 
 
+@pytest.mark.multi
+def test_torchrun_tells_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+    """The script of the failure is written on rank 0 alone, and so may not be collective."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = (f"model={MODEL}", "features=[padding on the left]", "output.path=found.json")
+    (tmp_path / "faulty_rings.py").write_text((HELPERS / "faulty_rings.py").read_text())
+    started("audit", "faulty_rings:with_padding", *words, cwd=tmp_path, launcher=torchrun, status=1)
+    (one,) = json.loads((tmp_path / "found.json").read_text())["features"]
+    assert one["verdict"]["verdict"] == "wrong" and "model" in one["script"]
+
+
 def test_the_oracle_is_that_of_torch() -> None:
     """Masks by loops over pairs, and torch's own attention of them."""
     for case in list_cases(2):
