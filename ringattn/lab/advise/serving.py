@@ -86,13 +86,8 @@ class Serving:
             miss = self.describe_miss(question.gpus)
             return f"{what}: fits on no number of GPUs up to {question.gpus}; {miss} [modelled]."
         if gpus is None:
-            most = min(self.best, key=lambda count: self.best[count].seconds)
-            fastest = self.best[most]
-            return (
-                f"{what}: no number of GPUs up to {question.gpus} is fast enough; {plural(most, 'GPU')} with "
-                f"{fastest.parallel.name} take {duration(fastest.seconds)} for the {question.waits_for}, not "
-                f"{duration(question.within or 0.0)} [modelled]."
-            )
+            least = duration(min(one.seconds for one in self.best.values()))
+            return f"{what}: no number of GPUs up to {question.gpus} is fast enough; the best take {least} [modelled]."
         one = self.best[gpus]
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
