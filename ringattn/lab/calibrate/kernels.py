@@ -85,28 +85,24 @@ def make_call(
     lse = torch.full((1, heads, len(work.q)), math.log(work.keys), device=device, dtype=wide(dtype))
     scale = head_dim**-0.5
     kernel_calls = list((kernel.for_backward() if backward else kernel).split(work))
-    query, by_row = RowViews(q), RowViews(grad, q, out, lse)
-
-    def run_forward() -> None:
-        keys = RowViews(k, v)
-        for call in kernel_calls:
-            for batch in batches(call, len(q)):
-                (x,), (y, z) = select_inputs(call, batch, query, keys)
-                kernel.forward(x, y, z, call, scale)
-
+    rows = RowViews(q, grad, out, lse) if backward else RowViews(q)
     dq, dk, dv = (torch.zeros(x.shape, device=device, dtype=wide(dtype)) for x in (q, k, v))
     of_rows, of_keys = RowViews(dq), RowViews(dk, dv)
 
-    def run_backward() -> None:
+    def run() -> None:
         keys = RowViews(k, v)
         for call in kernel_calls:
             for batch in batches(call, len(q)):
-                (dout, x, o, total), (y, z) = select_inputs(call, batch, by_row, keys)
-                dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
-                accumulate(of_rows, call, batch, dq_part)
-                accumulate(of_keys, call, batch, *key_parts, by_key=True)
+                (x, *others), (y, z) = select_inputs(call, batch, rows, keys)
+                if backward:
+                    dout, o, total = others
+                    dq_part, *key_parts = kernel.backward(dout, x, y, z, o, total, call, scale)
+                    accumulate(of_rows, call, batch, dq_part)
+                    accumulate(of_keys, call, batch, *key_parts, by_key=True)
+                else:
+                    kernel.forward(x, y, z, call, scale)
 
-    return run_backward if backward else run_forward
+    return run
 
 
 def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:
