@@ -139,7 +139,7 @@ class Serving:
                 }
                 for gpus, one in self.best.items()
             },
-            "does not fit": {str(gpus): self.describe_miss(gpus) for gpus in self.misses if gpus not in self.best},
+            "does not fit": {str(gpus): self.describe_miss(gpus) for gpus in self.misses},
             "kind": "modelled",
         }
 
