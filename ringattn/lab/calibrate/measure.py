@@ -134,16 +134,16 @@ def _fit(
     values: dict[str, Any] = {
         "flops": kernel_times.grid("dense", False).rates[-1][-1],
         "merge": median(MERGE_PASSES * one.bytes / median(one.seconds) for one in measured.merges),
+        "kernel": kernel_times,
     }
+    assumed: dict[str, Any] = {"residuals": ()}
     samples, fits = {"unit": "s", **asdict(measured)}, dict[str, Any]()
     del samples["runs"]  # `passes` has them
     samples |= {f"{prefix}shifts": times for prefix, times in samples.pop("shifts").items()}
     samples = json.loads(json.dumps(samples))  # tuples as lists, which YAML can hold
     if ranks.size > 1:
-        _fit_links(ranks, measured, values, fits)
-    kept = [pair for pair in base.sources if pair[0] not in (*values, "kernel", "residuals")]
-    names = [*list_measured(values, ranks.nodes), "kernel"]
-    machine = base.changed(**values, kernel=kernel_times, sources=(*kept, *((name, "measured") for name in names)))
+        _fit_links(ranks, measured, values, assumed, fits)
+    machine = _change(base, values, **assumed)
     if ranks.size == 1:
         return Calibration(machine, samples, fits, [])
     between = {n * ranks.size for n in sizes_between(settings.rows)}
@@ -152,13 +152,24 @@ def _fit(
     samples["calls"] = [each.record for each in modelled if each.case.tokens not in between]
     samples["passes"] = [each.record for each in passes]
     residuals = tuple((each.modelled, ratio) for each in passes for ratio in each.ratios)
-    sources = (*machine.sources, ("residuals", "measured"))
-    return Calibration(machine.changed(residuals=residuals, sources=sources), samples, fits, passes)
+    return Calibration(_change(machine, {"residuals": residuals}), samples, fits, passes)
 
 
-def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], fits: dict[str, Any]) -> None:
-    """Fit latency and bandwidth of the links, separately within a node if there are several nodes, and `gamma`."""
-    values["ranks_per_node"] = ranks.ranks_per_node if ranks.nodes > 1 else 1
+def _change(machine: Machine, measured: dict[str, Any], **assumed: Any) -> Machine:
+    """The machine with measured values, and with assumed ones."""
+    machine = machine.changed(**measured, **assumed)
+    return replace(machine, sources=(*machine.sources, *((name, "measured") for name in measured)))
+
+
+def _fit_links(
+    ranks: MeasuringRanks, measured: Round, values: dict[str, Any], assumed: dict[str, Any], fits: dict[str, Any]
+) -> None:
+    """Fit latency and bandwidth of the links, separately within a node if there are several nodes, and `gamma`.
+
+    How many ranks a node has, and whether they share a card, is measured between nodes only. `cores` are counted.
+    """
+    of_nodes = values if ranks.nodes > 1 else assumed
+    of_nodes |= {"ranks_per_node": ranks.ranks_per_node if ranks.nodes > 1 else 1, "shared_nic": False}
     shifts = dict(measured.shifts)
     crowd = shifts.pop("crowd_", None)
     for prefix, times in shifts.items():
@@ -168,13 +179,12 @@ def _fit_links(ranks: MeasuringRanks, measured: Round, values: dict[str, Any], f
         of = f"shift to the neighbour, {who}, after a visit"
         fits[f"{prefix}link"] = {**asdict(fit), "unit": "s, bytes/s, relative", "of": of}
     if len(shifts) == 1:
-        values["node_latency"] = values["node_bandwidth"] = None
+        assumed |= {"node_latency": None, "node_bandwidth": None}
         if ranks.device.type == "cpu":
-            values["cores"] = max(ranks.cores, ranks.ranks_per_node)
-    values["shared_nic"] = False
+            assumed["cores"] = max(ranks.cores, ranks.ranks_per_node)
     if crowd:  # ranks that share a card need as many times as long together
         longer = median(crowd[0].seconds) / median(shifts[""][-1].seconds)
-        values["shared_nic"] = longer > SHARED
+        of_nodes["shared_nic"] = longer > SHARED
         values["bandwidth"] /= 1 if longer > SHARED else max(longer, 1.0)
     # Skip the smallest block: its message takes longer than its visit, and a ring is not meant for such blocks.
     values["gamma"] = fit_interference([(one.visit, one.message, one.both) for one in measured.overlaps[1:]])
@@ -209,21 +219,8 @@ def _fit_passes(
         beside = [(t, size, t - each.modelled) for (each, t), size in zip(of_way, nbytes, strict=True)]
         call, per_byte = fit_calls(beside, 1 / machine.merge)
         fitted |= {f"call{suffix}": call, f"sweep{suffix}": 1 / per_byte}
-    sources = (*machine.sources, *((name, "measured") for name in fitted))
-    machine = machine.changed(**fitted, sources=sources)
+    machine = _change(machine, fitted)
     return machine, model(machine)
-
-
-def list_measured(values: dict[str, Any], nodes: int) -> list[str]:
-    """The names of `values` that were measured.
-
-    On one node, `ranks_per_node` and `shared_nic` are assumed, not measured. `cores` are counted.
-    """
-    return [
-        name
-        for name, value in values.items()
-        if value is not None and name != "cores" and (nodes > 1 or name not in ("ranks_per_node", "shared_nic"))
-    ]
 
 
 def time_shift(

@@ -11,7 +11,7 @@ from measured import ROWS, machine, times
 import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.lab.calibrate import fits, kernels, measuring_ranks
-from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, join, list_measured
+from ringattn.lab.calibrate.measure import Calibration, Overlap, Round, join
 from ringattn.lab.calibrate.measuring_ranks import MeasuringRanks, Settings
 from ringattn.lab.calibrate.passes import Pass, PassCase
 from ringattn.lab.verbs.calibrate import _print as print_calibration
@@ -136,14 +136,6 @@ def test_interference_is_the_middle_of_the_slowdowns() -> None:
     long, longer = ([0.1], [0.4], [0.43]), ([0.1], [0.9], [1.0])
     assert fits.fit_interference([one, long]) == pytest.approx(0.4)
     assert fits.fit_interference([long, longer]) == pytest.approx(0.3)
-
-
-def test_what_nothing_measures_is_not_said_to_be_measured() -> None:
-    """On one node every link is within it; how many ranks a node has, and what they share, shows between nodes
-    alone."""
-    values = {"flops": 1e9, "bandwidth": 1e9, "ranks_per_node": 1, "shared_nic": False, "node_bandwidth": None}
-    assert list_measured(values, 1) == ["flops", "bandwidth"]
-    assert list_measured(values, 2) == ["flops", "bandwidth", "ranks_per_node", "shared_nic"]
 
 
 def test_times_are_told_at_one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
