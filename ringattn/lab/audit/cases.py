@@ -45,6 +45,10 @@ class Case:
         """(first token, end) of what is no padding."""
         return self.mask.get("left", 0), self.tokens - self.mask.get("padding", 0)
 
+    def is_real(self, rows: Any) -> Any:
+        """Which positions of a tensor are no padding."""
+        return (rows >= self.real[0]) & (rows < self.real[1])
+
 
 def list_cases(ranks: int) -> Iterator[Case]:
     """One case for each feature, for sequences of 12 tokens a rank."""

@@ -151,7 +151,7 @@ def _prepare(
     """The call of the target with the case's keywords; returns (out, lse or None)."""
     keywords = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding", "left")}
     if "padding_mask" in case.needs:
-        keywords["padding_mask"] = ((rows < case.real[0]) | (rows >= case.real[1])).expand(case.batch, -1).to(device)
+        keywords["padding_mask"] = (~case.is_real(rows)).expand(case.batch, -1).to(device)
     if case.mask.get("sink_logits"):
         keywords["sink_logits"] = make_sink_logits(case).to(device)
     if "lse" in case.ways and "return_lse" in accepts(target):
@@ -207,8 +207,7 @@ def _worst(case: Case, rows: Tensor, found: Sequence[Tensor | None], keep: Tenso
             scale = float(right.abs().max()) or 1.0
             tolerance = find_tolerance(alone, right, scale, ruler) * torch.finfo(dtype).eps / torch.finfo(ruler).eps
             # What rows of padding return does not matter, as their cotangent is 0.
-            first, end = case.real if name == "out" else (0, case.tokens)
-            real = (rows >= first) & (rows < end)
+            real = case.is_real(rows) | (name != "out")
             shown = rows[real]
             verdicts.append(check(name, ours[:, :, real.to(ours.device)], right[:, :, shown], tolerance, shown, scale))
     return choose(verdicts)

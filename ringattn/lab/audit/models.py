@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,34 +67,24 @@ def make_batch(case: Case, words: int = 61, seed: int = 2) -> dict[str, Tensor]:
     """Whole sequences: input_ids [B, N], position_ids that restart, or an attention_mask with zeros for padding."""
     source = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, words, (case.batch, case.tokens), generator=source, device="cpu")
-    spans = find_spans(case)
     if "documents" in case.mask:
-        return {
-            "input_ids": ids,
-            "position_ids": torch.cat([torch.arange(b - a, device="cpu") for a, b in spans]).expand_as(ids),
-        }
-    real = _is_token(case)
+        places = torch.cat([torch.arange(b - a, device="cpu") for a, b in find_spans(case)])
+        return {"input_ids": ids, "position_ids": places.expand_as(ids)}
+    real = case.is_real(torch.arange(case.tokens, device="cpu"))
     return {"input_ids": ids} if real.all() else {"input_ids": ids, "attention_mask": real.long().expand_as(ids)}
 
 
 def find_spans(case: Case) -> list[tuple[int, int]]:
     """(first token, end) of the sequences of a row."""
-    mask, start = case.mask, 0
-    if "documents" in mask:
-        return [(start, start := start + length) for length in mask["documents"]]
-    return [case.real]
+    ends = [*accumulate(case.mask.get("documents", ()))]
+    return [*pairwise([0, *ends])] or [case.real]
 
 
 def _cotangent(case: Case, like: Tensor) -> Tensor:
     """Random [B, N, classes], 0 on padding."""
     grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(3), device="cpu").to(like)
-    return grad * _is_token(case)[:, None].to(like)
-
-
-def _is_token(case: Case) -> Tensor:
-    """bool [N]: which places are no padding."""
-    place, spans = torch.arange(case.tokens, device="cpu"), find_spans(case)
-    return (place >= spans[0][0]) & (place < spans[-1][1])
+    grad[:, : case.real[0]] = grad[:, case.real[1] :] = 0
+    return grad
 
 
 def check_model(name: str, case: Case) -> None:
@@ -174,7 +165,7 @@ class Tested:
             dist.all_reduce(found[-1])
         scale = max(float(x.abs().max()) for x in exact[1:])
         allowed = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
-        real = _is_token(case)[rows]
+        real = case.is_real(rows)
         rows, shown, largest = rows[real], found[0][:, None, real.to(device)], float(exact[0].abs().max())
         right = exact[0][:, None, rows]
         verdicts = [check("logits", shown, right, find_tolerance(alone[0], exact[0], largest, dtype), rows, largest)]

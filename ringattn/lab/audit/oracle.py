@@ -28,8 +28,7 @@ def see(case: Case) -> Tensor:
         lengths = torch.tensor(mask["documents"], device="cpu")
         number = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
         seen &= number[:, None] == number
-    first, end = case.real
-    return seen & (place >= first) & (place < end)
+    return seen & case.is_real(place)
 
 
 def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
