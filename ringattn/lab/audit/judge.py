@@ -234,13 +234,14 @@ def check(
     away = away.nan_to_num(nan=inf, posinf=inf)
     if not away.numel():
         return Verdict("exact", tensor=name, tolerance=tolerance)
-    error = float(away.max()) / (scale or float(exact[finite].abs().max()) or 1.0)
+    scale = scale or float(exact.masked_fill(~finite, 0.0).abs().max()) or 1.0
+    error = float(away.max()) / scale
     if error <= tolerance:
         return Verdict("exact", tensor=name, error=error, tolerance=tolerance)
     if rows is None:
         return Verdict("wrong", name, name, error, tolerance)
     by_row = away.amax([i for i in range(away.dim()) if i != 2])
-    wrong = rows[by_row > tolerance * (scale or 1.0)].tolist()
+    wrong = rows[by_row > tolerance * scale].tolist()
     return Verdict("wrong", f"{name} of rows {_spell(wrong)}", name, error, tolerance)
 
 
