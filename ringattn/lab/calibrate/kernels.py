@@ -110,13 +110,12 @@ def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> 
 
     A call repeated alone finds its data in the caches and its threads awake, unlike in a pass.
     """
-    return make_call(kernel, _reference_work(settings), settings, device, backward=False)
+    return make_call(kernel, square(REFERENCE_ROWS, settings.heads), settings, device, backward=False)
 
 
-def _reference_work(settings: Settings) -> Work:
-    """The dense tile of REFERENCE_ROWS rows and equally many keys, over all heads."""
-    heads, rows = range(settings.heads), range(REFERENCE_ROWS)
-    return Work(heads, heads, rows, (rows,))
+def square(rows: int, heads: int) -> Work:
+    """The dense tile of `rows` rows and equally many keys, over all heads."""
+    return Work(range(heads), range(heads), range(rows), (range(rows),))
 
 
 def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> list[tuple[float, ...]]:
@@ -124,10 +123,8 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
 
     They take turns with calls on the reference tile, so that their data is not in the caches.
     """
-    smallest = Work(range(1), range(1), range(1), (range(1),))
-    found = []
+    works, found = (square(1, 1), square(REFERENCE_ROWS, settings.heads)), []
     for backward in (False, True):
-        works = smallest, _reference_work(settings)
         calls = [make_call(kernel, work, settings, ranks.device, backward=backward) for work in works]
         found.append(ranks.gather_times(ranks.time_alternating(calls)[0]))
     return found

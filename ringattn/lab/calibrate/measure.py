@@ -15,7 +15,6 @@ import torch
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
 from ...machine.machine import Machine
-from ...plan.work import Work
 from ...simulator.timing.rates import MERGE_PASSES, own_bytes
 from ...simulator.timing.simulation import simulate
 from . import kernels
@@ -267,9 +266,7 @@ def _of_last(ranks: MeasuringRanks, seconds: Sequence[float], every: int = 1) ->
 
 def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: Settings) -> Overlap:
     """A dense visit of `rows` queries to `rows` keys while as large a K/V block goes to the next node, or rank."""
-    heads = range(settings.heads)
-    work = Work(heads, heads, range(rows), (range(rows),))
-    visit = kernels.make_call(kernel, work, settings, ranks.device, backward=False)
+    visit = kernels.make_call(kernel, kernels.square(rows, settings.heads), settings, ranks.device, backward=False)
     size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
     step = ranks.ranks_per_node if ranks.nodes > 1 else 1
     sends = {(ranks.rank + step) % ranks.size: ranks.make_buffer(size)}
