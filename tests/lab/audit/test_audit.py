@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from command_line import started
 from faulty_rings import FAULTS
 
@@ -27,31 +28,36 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 RANKS = 3
 
 
-def try_all(rank: int, names: list[str], features: list[list[str] | None], folder: str) -> None:
-    """Audit one target after the other, on the same ranks."""
-    for name, chosen in zip(names, features, strict=True):
-        work(rank, name, choose_cases(RANKS, chosen), 20.0, path=Path(folder, name))
+def try_all(rank: int, features: dict[str, list[str] | None], folder: str, model: str | None = None) -> None:
+    """Audit one target after the other on its features, on the same ranks."""
+    for name, chosen in features.items():
+        cases = choose_cases(dist.get_world_size(), chosen, model)
+        work(rank, name, cases, 20.0, model, path=Path(folder, name))
 
 
-def findings(folder: Path, name: str, cases: list[Case]) -> list[Finding]:
-    """What rank 0 wrote to the file `name` about these cases, all of them."""
-    found, _ = read(folder / name)
-    assert [*found] == [case.feature for case in cases]
-    return [*found.values()]
+def find_all(
+    features: dict[str, list[str] | None], ranks: int, folder: Path, model: str | None = None
+) -> dict[str, list[Finding]]:
+    """What rank 0 wrote of each target about its features, all of them."""
+    run_local(try_all, ranks, features, str(folder), model, timeout=110, threads=1)
+    found = {}
+    for name, chosen in features.items():
+        made, _ = read(folder / name)
+        assert [*made] == [case.feature for case in choose_cases(ranks, chosen, model)]
+        found[name] = [*made.values()]
+    return found
 
 
 @pytest.mark.multi
 def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> None:
     """Each in its feature, with the rank and rows, and a smaller case whose script shows it without this library."""
-    names = ["faulty_rings:attend", "ringattn", *(f"faulty_rings:fault_{i}" for i in range(len(FAULTS)))]
-    most = [case.feature for case in list_cases(RANKS) if case.feature != "torch.compile"]
-    features: list[list[str] | None] = [most, None, *([feature] for feature in FAULTS.values())]
-    run_local(try_all, RANKS, names, features, str(tmp_path), timeout=110, threads=1)
-    found = {
-        name: findings(tmp_path, name, choose_cases(RANKS, chosen))
-        for name, chosen in zip(names, features, strict=True)
+    features: dict[str, list[str] | None] = {
+        "faulty_rings:attend": [case.feature for case in list_cases(RANKS) if case.feature != "torch.compile"],
+        "ringattn": None,
+        **{f"faulty_rings:fault_{i}": [feature] for i, feature in enumerate(FAULTS.values())},
     }
-    for name in names[:2]:
+    found = find_all(features, RANKS, tmp_path)
+    for name in ("faulty_rings:attend", "ringattn"):
         wrong = [one for one in found[name] if one.verdict.verdict not in ("exact", "not offered", "refused")]
         assert not wrong, wrong
     refused = {one.case.feature for one in found["faulty_rings:attend"] if one.verdict.verdict == "refused"}
@@ -64,17 +70,11 @@ def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> Non
     assert lost.rank == RANKS - 1 and "of rows " in lost.verdict.why
     (small,) = found["faulty_rings:fault_0"]
     assert small.case.heads == small.case.kv_heads == 1 and small.case.tokens < 12 * RANKS
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("name", ["dropped mask", "padding attended"])
-def test_the_script_of_a_failure_shows_it_without_this_library(tmp_path: Path, name: str) -> None:
-    (one,) = audit(f"faulty_rings:fault_{[*FAULTS].index(name)}", 2, choose_cases(2, [FAULTS[name]]), 20.0)
-    assert one.script and "ringattn" not in one.script and len(one.script.splitlines()) <= 26
-    path = tmp_path / "small.py"
-    path.write_text(one.script)
-    errors = run_script(path)
-    assert len(errors) == 8 and max(errors) > 0.1
+    for name in ("dropped mask", "padding attended"):
+        (one,) = found[f"faulty_rings:fault_{[*FAULTS].index(name)}"]
+        assert one.script and "ringattn" not in one.script and len(one.script.splitlines()) <= 26
+        errors = read_errors(run_script(one.script, RANKS, tmp_path))
+        assert len(errors) == 4 * RANKS and max(errors) > 0.1
 
 
 @pytest.mark.multi
@@ -86,17 +86,11 @@ def test_results_of_another_kind_are_wrong_and_not_refused(tmp_path: Path) -> No
         "faulty_rings:of_one_row": "out has shape (1, ",
         "faulty_rings:with_a_mistake": "TypeError: object of type 'int' has no len()",
     }
-    run_local(try_all, RANKS, [*kinds], [["dense"]] * len(kinds), str(tmp_path), timeout=60, threads=1)
+    found = find_all({name: ["dense"] for name in kinds}, RANKS, tmp_path)
     for name, why in kinds.items():
-        (one,) = findings(tmp_path, name, choose_cases(RANKS, ["dense"]))
+        (one,) = found[name]
         assert one.verdict.verdict == ("crash" if "TypeError" in why else "wrong"), one
         assert one.verdict.why.startswith(why), one
-
-
-def try_models(rank: int, targets: list[str], features: list[str] | None, folder: str) -> None:
-    """Audit a model by one target after the other, on the same ranks."""
-    for name in targets:
-        work(rank, name, choose_cases(2, features, MODEL), 20.0, MODEL, path=Path(folder, name))
 
 
 MODEL = "LlamaForCausalLM"
@@ -106,19 +100,19 @@ MODEL = "LlamaForCausalLM"
 def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path) -> None:
     faults = {"without_documents": "documents", "with_padding": "padding on the left"}
     faults["with_half_a_gradient"] = "bfloat16"
-    targets = ["ringattn", "faulty_rings:run_model", *(f"faulty_rings:{name}" for name in faults)]
-    run_local(try_models, 2, targets, [*faults.values(), "uneven length"], str(tmp_path), timeout=110, threads=1)
-    cases = choose_cases(2, [*faults.values(), "uneven length"], MODEL)
-    for name in targets:
-        found = {one.case.feature: one for one in findings(tmp_path, name, cases)}
+    right = [*faults.values(), "uneven length"]
+    features: dict[str, list[str] | None] = {"ringattn": right, "faulty_rings:run_model": right}
+    features |= {f"faulty_rings:{name}": [feature, "uneven length"] for name, feature in faults.items()}
+    for name, findings in find_all(features, 2, tmp_path, MODEL).items():
+        found = {one.case.feature: one for one in findings}
         wrong = {feature for feature, one in found.items() if one.verdict.verdict != "exact"}
         fault = faults.get(name.removeprefix("faulty_rings:"))
         assert wrong == ({*found} if "half" in name else {fault} - {None}), (name, found)
         if fault is None:
             continue
         script = found[fault].script
-        (tmp_path / "small.py").write_text(script)
-        logits, gradients = (run_script(tmp_path / "small.py", what) for what in ("logits", "gradients"))
+        printed = run_script(script, 2, tmp_path)
+        logits, gradients = (read_errors(printed, what) for what in ("logits", "gradients"))
         assert max(gradients) > 0.01 and "ringattn" not in script
         if "half" in name:
             assert max(logits) < 0.01 and "the gradient of model." in found[fault].verdict.why
@@ -126,13 +120,19 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
             assert max(logits) > 0.01 and found[fault].verdict.tensor == "logits"
 
 
-def run_script(path: Path, what: str = "") -> list[float]:
-    """The errors that the script of a failure prints on two ranks about `what`."""
+def run_script(script: str, ranks: int, folder: Path) -> str:
+    """What the script of a failure prints on ranks."""
+    (path := folder / "small.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(path)]
     done = subprocess.run(command, cwd=HELPERS, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
-    return [float(number) for number in re.findall(rf"{what}: largest error (\d\.\de[+-]\d\d)", done.stdout)]
+    return done.stdout
+
+
+def read_errors(printed: str, what: str = "") -> list[float]:
+    """The errors about `what` that scripts have printed."""
+    return [float(number) for number in re.findall(rf"{what}: largest error (\d\.\de[+-]\d\d)", printed)]
 
 
 @pytest.mark.multi
@@ -149,10 +149,10 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
 
 @pytest.mark.multi
 def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ("audit", "features=[causal,documents]", "output.path=-")
     record = json.loads(started(*words, cwd=tmp_path, launcher=torchrun).stdout)
-    assert record["ranks"] == 3 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
+    assert record["ranks"] == 2 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
     assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
 
 
@@ -193,7 +193,7 @@ def test_the_oracle_is_that_of_torch() -> None:
 
 @pytest.mark.mpi
 def test_the_audit_runs_under_mpirun_and_tells_what_hung(tmp_path: Path) -> None:
-    mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", "3", sys.executable, "-m", "ringattn", "audit"]
+    mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", "2", sys.executable, "-m", "ringattn", "audit"]
     environment = {**os.environ, "PYTHONPATH": str(HELPERS)}
     for words, status, shown in (
         (["features=[causal,documents]"], 0, r"causal +exact.*\ndocuments +exact"),
