@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 from markupsafe import escape
 
-from ringattn.lab.bench.report import write_index, write_page, write_site
+from ringattn.lab.bench import report
+from ringattn.lab.bench.report import BenchReport, write_index, write_page, write_site
 
 #: What a reader does, and what the page is then; the answer stands in the title.
 PROBE = """
@@ -31,16 +31,26 @@ STORED = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.jsonl"))
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """The page of each stored result."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, BenchReport]]:
+    """The folder of the site, with the pages of older results beside it, and the report of each stored result."""
     pytest.importorskip("matplotlib")
-    target = tmp_path_factory.mktemp("made") / "page.html"
+    folder, reports = tmp_path_factory.mktemp("site"), {}
 
-    def make(path: Path) -> str:
-        write_page(path, target)
-        return target.read_text()
+    def write(results: Path, target: Path) -> None:
+        reports[results] = write_page(results, target)
 
-    return {path: make(path) for path in STORED}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_page", write)
+        write_site(STORED[0].parent, folder)
+    for path in set(STORED) - {*reports}:
+        write(path, folder / f"{path.stem}.html")
+    return folder, reports
+
+
+@pytest.fixture(scope="module")
+def stored(site: tuple[Path, dict[Path, BenchReport]]) -> dict[Path, str]:
+    """The page of each stored result."""
+    return {path: (site[0] / f"{path.stem}.html").read_text() for path in STORED}
 
 
 @pytest.fixture(scope="module")
@@ -56,38 +66,30 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert "What it was." in page
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
-def test_stored_results_have_a_page(path: Path, stored: dict[Path, str], tmp_path: Path) -> None:
+def test_stored_results_have_a_page(site: tuple[Path, dict[Path, BenchReport]], stored: dict[Path, str]) -> None:
     """The conclusion, then plots, then tables, every column last."""
-    report, text = write_page(path, tmp_path / "page.html"), stored[path]
-    assert report.conclusion is not None and text.count("<svg") == len(report.plots) > 0
-    assert text.index(str(escape(report.conclusion))) < text.index("<svg") < text.index("<table")
-    if "<h2>every column" in text:
-        assert text.index("<h2>every column") == text.rindex("<h2>", 0, text.rindex("<table"))
+    for path, text in stored.items():
+        made = site[1][path]
+        assert made.conclusion is not None and text.count("<svg") == len(made.plots) > 0, path
+        assert text.index(str(escape(made.conclusion))) < text.index("<svg") < text.index("<table"), path
+        if "<h2>every column" in text:
+            assert text.index("<h2>every column") == text.rindex("<h2>", 0, text.rindex("<table")), path
 
 
-def test_the_site_has_every_page(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_site(STORED[0].parent, tmp_path)
-    links = re.findall(r'href="([^"#]+\.html)"', (tmp_path / "index.html").read_text())
+def test_the_site_has_every_page(site: tuple[Path, dict[Path, BenchReport]]) -> None:
+    folder, _ = site
+    links = re.findall(r'href="([^"#]+\.html)"', (folder / "index.html").read_text())
     assert {path.stem for path in STORED} >= {Path(link).stem for link in links} and len(links) > 12
-    assert all((tmp_path / link).is_file() for link in links)
-
-
-@pytest.fixture(scope="module")
-def stored_pages(stored: dict[Path, str], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Path, int], Any]:
-    """What OVERLAPS finds on each page at each width."""
-    shown = list(product(STORED, WIDTHS))
-    pages = [(stored[path], width) for path, width in shown]
-    return dict(zip(shown, probe_all(pages, OVERLAPS, tmp_path_factory.mktemp("pages")), strict=True))
+    assert all((folder / link).is_file() for link in links)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name.partition("_")[0])
-def test_stored_pages_fit(path: Path, width: int, stored_pages: dict[tuple[Path, int], Any]) -> None:
-    seen = stored_pages[path, width]
-    assert seen["words"] > 5 and not seen["found"] and not seen["silent"] and seen["wide"] <= seen["room"] == width
+def test_stored_pages_fit(stored: dict[Path, str], tmp_path: Path) -> None:
+    shown = list(product(STORED, WIDTHS))
+    found = probe_all([(stored[path], width) for path, width in shown], OVERLAPS, tmp_path)
+    for (path, width), seen in zip(shown, found, strict=True):
+        assert seen["words"] > 5 and not seen["found"] and not seen["silent"], (path, seen)
+        assert seen["wide"] <= seen["room"] == width, (path, seen)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
