@@ -15,7 +15,7 @@ import ringattn as ra
 from ringattn import Unsupported
 from ringattn.cli.config.groups import ExecuteGroup
 from ringattn.errors import NumericsFailure
-from ringattn.lab.study import plots, runner
+from ringattn.lab.study import plots, report, runner
 from ringattn.lab.study.evaluation import plan_execution
 from ringattn.lab.study.runner import run
 from ringattn.lab.study.tables import show_number
@@ -67,11 +67,11 @@ def test_the_billion_tokens_quickly(inside: Inside, tmp_path: Path) -> None:
     (one,) = h100
     assert one["ranks"] == -(-(10**12) // 4096)
     assert one["seconds"] == pytest.approx(b + (b - a) / (256 - 32) * (one["ranks"] - 256))
-    report = text_of(tmp_path / "out" / "report.html")
-    assert "[extrapolated]" in report and "Nothing of this size was executed" in report and "not executed" in report
-    assert "executed in fp64 with 1 head of 8 elements and a batch of 1" in report
-    assert "Equal for all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=" in report
-    assert "of 12 points have numbers, 0 were refused" in report and "of 6 plans executed [counted]" in done.stdout
+    text = text_of(tmp_path / "out" / "report.html")
+    assert "[extrapolated]" in text and "Nothing of this size was executed" in text and "not executed" in text
+    assert "executed in fp64 with 1 head of 8 elements and a batch of 1" in text
+    assert "Equal for all points: layout=contiguous, schedule=ring, heads=8, kv_heads=8, head_dim=64, dtype=" in text
+    assert "of 12 points have numbers, 0 were refused" in text and "of 6 plans executed [counted]" in done.stdout
 
 
 def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
@@ -101,14 +101,15 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_reports_escape_labels_and_end_long_tables(tmp_path: Path) -> None:
-    """201 points, of which a report shows 200; what a label holds is text."""
-    together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(201)]
+def test_reports_escape_labels_and_end_long_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """11 points, of which a report shows 10; what a label holds is text."""
+    monkeypatch.setattr(report, "MOST_ROWS", 10)
+    together = [{"machine.bandwidth": 1e9 + i, "label.name": "<b> & |"} for i in range(11)]
     run(study(tmp_path / "s", {}, study={"together": together, "name": "<img src=x>"}))
     page = (tmp_path / "s" / "report.html").read_text()
-    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 200
-    assert "The first 200 of 201 points; sweep.csv holds all points." in page and "<img" not in page
-    words = "Study <img src=x> 201 of 201 points have numbers, 0 were refused."
+    assert page.count("<td>&lt;b&gt; &amp; |</td>") == 10
+    assert "The first 10 of 11 points; sweep.csv holds all points." in page and "<img" not in page
+    words = "Study <img src=x> 11 of 11 points have numbers, 0 were refused."
     assert words in text_of(tmp_path / "s" / "report.html")
 
 
