@@ -159,4 +159,4 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
 
     yield run
     for pool in pools.values():
-        pool.close()
+        pool.kill()

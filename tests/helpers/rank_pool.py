@@ -19,12 +19,12 @@ from ringattn.transport.launcher import run_local
 
 
 def serve(rank: int, address: str) -> None:
-    """Run what comes, until None does. What raises ends this rank, and so all of them, with its traceback."""
+    """Run what comes. What raises ends this rank, and so all of them, with its traceback."""
     with Client(address) as pipe:
         pipe.send((rank, os.getpid()))
-        while (work := pipe.recv()) is not None:
+        while True:
+            fn, args = pickle.loads(pipe.recv())
             torch.manual_seed(0)  # as in new processes, which all begin alike
-            fn, args = pickle.loads(work)
             pipe.send(fn(rank, *args))
 
 
@@ -90,15 +90,9 @@ class Pool:
         return [results[rank] for rank in sorted(results)]
 
     def kill(self) -> None:
-        for process in self.processes:
+        """End the ranks, where they have not ended, without their destructions of groups, which take seconds."""
+        for process in self.processes if self.thread.is_alive() else ():
             os.kill(process, signal.SIGKILL)
         self.thread.join()
-
-    def close(self) -> None:
-        """End the ranks, where they have not ended."""
-        if self.thread.is_alive():
-            for pipe in self.pipes.values():
-                pipe.send(None)
-            self.thread.join()
         for pipe in self.pipes.values():
             pipe.close()

@@ -598,7 +598,7 @@ def main(names: list[str]) -> int:
         except LaunchFailure as error:
             text = f"crash: {str(error).splitlines()[0]}"
         if any(word in text for word in ("crash", "CommFailure", "Mismatch")):
-            pool.close()
+            pool.kill()
             pool = None
         if "use parallelize(" in text:
             todo.insert(0, (name + TEXT, {}))
@@ -607,7 +607,7 @@ def main(names: list[str]) -> int:
         counts[answer(text)] += 1
         print(show(name, fields), text, sep="\t", flush=True)
     if pool is not None:
-        pool.close()
+        pool.kill()
     print(*(f"{count} {word}" for word, count in counts.most_common()), sep=", ")
     return int(counts["WRONG"] + counts["crash"] > 0)
 
