@@ -315,9 +315,19 @@ def test_text_can_spell_every_pattern_of_the_package() -> None:
                 assert kind.__name__ in unnamed or kind in PATTERNS.values()
 
 
-@pytest.mark.parametrize("words", [["advise"], ["simulate", "-m", "ranks=2,4"], ["simulate", "mode=published"]])
-def test_an_installation_that_is_older_than_the_source_is_named(words: list[str], tmp_path: Path) -> None:
-    code = "import sys; from ringattn.registry import Registry; Registry.installed = {}; "
-    code += f"sys.argv += {words}; from ringattn.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "was installed before its source had them; install it again" in done.stderr
+def test_an_installation_that_is_older_than_the_source_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ringattn.registry import Registry; Registry.installed = {}\n"
+        "from ringattn.cli.main import main\n"
+        "for words in sys.argv[1:]:\n"
+        "    sys.argv = ['ringattn', *words.split()]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert end.code == 2\n"
+    )
+    calls = ("advise", "simulate -m ranks=2,4", "simulate mode=published")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *calls], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    told = done.stderr.splitlines()
+    assert len(told) == len(calls), done.stderr
+    assert all("was installed before its source had them; install it again" in line for line in told), done.stderr
