@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Inside, room, started
+from command_line import Inside, ringattn, room, started
 from studies import files, read, study
 
 from ringattn import InvalidInput
@@ -94,20 +94,21 @@ def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
 def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL while points are done: no point is done twice, and all files are those of a quiet run."""
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "ringattn", "simulate", *SWEEP, "output.path=out"]
+    arguments = ("simulate", *SWEEP, "output.path=out")
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     quiet, killed = tmp_path / "quiet", tmp_path / "killed"
     for folder in (quiet, killed):
         folder.mkdir()
-    subprocess.run(command, cwd=quiet, env=env, check=True, capture_output=True, timeout=100)
+    ringattn(*arguments, cwd=quiet)
     journal = killed / "out" / "points.jsonl"
-    process = subprocess.Popen(command, cwd=killed, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command, nothing = [sys.executable, "-m", "ringattn", *arguments], subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=killed, env=env, stdout=nothing, stderr=nothing)
     while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 4):
         time.sleep(0.002)
     process.kill()
     process.wait()
     journal.write_bytes(journal.read_bytes()[:-5])  # as if the machine had been switched off in the middle of a line
-    subprocess.run(command, cwd=killed, env=env, check=True, capture_output=True, timeout=100)
+    ringattn(*arguments, cwd=killed)
     assert files(killed / "out") == files(quiet / "out")
     assert len({json.loads(line).get("key") for line in journal.read_text().splitlines()}) == 13
     assert {"report.html", "sweep.csv", "summary.json"} <= files(quiet / "out").keys()
@@ -163,5 +164,5 @@ def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     journal = tmp_path / "out" / "points.jsonl"
     kept = journal.read_bytes().splitlines()[:-1]
     assert len(kept) > 1
-    started(*arguments, cwd=tmp_path)
+    ringattn(*arguments, cwd=tmp_path)
     assert journal.read_bytes().splitlines()[: len(kept)] == kept and len(journal.read_bytes().splitlines()) == 13
