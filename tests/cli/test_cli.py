@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Inside, Refused, ringattn, started
+from command_line import Inside, Refused, ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
@@ -21,10 +21,6 @@ from ringattn.errors import InvalidInput
 from ringattn.lab.published.predictions import read_measurements
 from ringattn.lab.verbs import simulate_published
 from ringattn.text import duration, size
-
-
-def torchrun(ranks: int) -> tuple[str, ...]:
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +152,8 @@ def test_the_jobs_of_a_plan_end_in_a_table(inside: Inside, tmp_path: Path) -> No
         assert cells["forward messages"] == str(totals["forward"]["messages"])
         assert cells["backward sends"] == size(totals["backward"]["bytes"])
     assert "jobs:" not in inside("plan", "-m", "ranks=2", "tokens=64").stdout, "a job has no other"
-    for verb in ("plan", "run"):
-        jobs = json.loads(ringattn(verb, "-m", "ranks=2,3", "tokens=64", "--json", cwd=tmp_path).stdout)
+    for words in (("plan",), ("run", "transport=virtual", "threads=1", "repeat=1")):
+        jobs = json.loads(inside(*words, "-m", "ranks=2,3", "tokens=64", "--json").stdout)
         assert len(jobs) == 2, "one document, and nothing else"
 
 
@@ -224,7 +220,7 @@ def test_doctor(inside: Inside, tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path: Path) -> None:
+def test_run_on_local_ranks_equals_virtual(inside: Inside, tmp_path: Path) -> None:
     save_file(inputs(600), tmp_path / "x.safetensors")
     common = [
         "input=file",
@@ -235,20 +231,16 @@ def test_run_on_local_ranks_equals_torchrun_and_virtual(inside: Inside, tmp_path
         "pattern.left=99",
     ]
     outs = {}
-    for name, arguments, launcher in (
-        ("local", ("ranks=2", "threads=1"), {}),
-        ("torchrun", (), {"launcher": torchrun(2)}),
-        ("virtual", ("ranks=2", "transport=virtual", "threads=1"), {}),
-    ):
-        call = {"local": ringattn, "torchrun": started, "virtual": inside}[name]
-        done = call("run", *common, *arguments, f"output.path={name}.safetensors", cwd=tmp_path, **launcher)
+    for name, call, transport in (("local", ringattn, "gloo"), ("virtual", inside, "virtual")):
+        options = ("ranks=2", "threads=1", f"transport={transport}", f"output.path={name}.safetensors")
+        done = call("run", *common, *options, cwd=tmp_path)
         assert "[measured]" in done.stdout and "as planned" in done.stdout
         assert done.stdout.count("forward time") == 1, "only rank 0 prints"
         outs[name] = load_file(tmp_path / f"{name}.safetensors")
-    assert all(torch.equal(outs["local"][key], outs[name][key]) for name in outs for key in ("out", "lse"))
+    assert all(torch.equal(outs["local"][key], outs["virtual"][key]) for key in ("out", "lse"))
     assert outs["local"]["out"].shape == (1, 4, 600, 8)
     runs = [p for p in tmp_path.glob("outputs/**/.hydra")]
-    assert len(runs) == 3, "one run directory per job, whatever the launcher"
+    assert len(runs) == 2, "one run directory per job"
 
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"])

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from command_line import Inside
+from safetensors.torch import load_file
 
 from ringattn.cli.config.overrides import prepare
 from ringattn.machine.file import read_machine
@@ -38,23 +41,45 @@ def test_the_files_are_executable_and_pass_their_arguments_on() -> None:
             *("torchrun.sh", "gloo", ("input=file", "input.path=cut.safetensors"), "not a complete safetensors file"),
             marks=pytest.mark.multi,
         ),
-        pytest.param("mpirun.sh", "mpi", ("token=96",), "did you mean 'tokens'?", marks=pytest.mark.mpi),
+        pytest.param(
+            *(
+                "mpirun.sh",
+                "mpi",
+                ("tokens=64", "output.path=no/such/x.safetensors"),
+                "the folder no/such does not exist",
+            ),
+            marks=pytest.mark.mpi,
+        ),
     ],
 )
 def test_scripts_run(
-    start: Callable[..., Any], name: str, transport: str, wrong: tuple[str, ...], words: str, tmp_path: Path
+    start: Callable[..., Any],
+    inside: Inside,
+    name: str,
+    transport: str,
+    wrong: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
 ) -> None:
-    """An error of a wrong call, or of a file that ranks read, is told."""
+    """Rank 0 alone writes and prints, and the result is that of virtual ranks. A wrong file or folder is told."""
     # mpirun.sh takes the mpirun beside Python.
     env = {"PYTHON": sys.executable, "RANKS": "2"}
-    done = start([str(LAUNCH / name), *TINY, "pattern=Causal() & Window(31)"], cwd=tmp_path, env=env, timeout=90)
-    assert done.returncode == 0, done.stderr
+    common = (*TINY, "pattern=Causal() & Window(31)")
+    done = start(
+        [str(LAUNCH / name), *common, "backward=true", "output.path=x.safetensors"], cwd=tmp_path, env=env, timeout=90
+    )
+    assert done.returncode == 0 and (not done.stderr or transport == "gloo"), done.stderr
     assert f"(Causal() & Window(left=31, right=0)), 96 tokens, striped(1) on 2 {transport} ranks" in done.stdout
-    assert done.stdout.count("forward time") == 1
-    assert len(list(tmp_path.glob("outputs/**/.hydra"))) == 1
+    assert done.stdout.count("forward time") == 1 and "NOT AS PLANNED" not in done.stdout
+    assert len(list(tmp_path.glob("outputs/**/.hydra"))) == len(list(tmp_path.glob("outputs/run/*"))) == 1
+    inside("run", *common, "transport=virtual", "ranks=2", "output.path=virtual.safetensors")
+    found, wanted = (load_file(tmp_path / f"{made}.safetensors") for made in ("x", "virtual"))
+    assert all(torch.equal(found[key], wanted[key]) for key in ("out", "lse"))
     (tmp_path / "cut.safetensors").write_bytes(b"12345678901234567890")
-    done = start([str(LAUNCH / name), *wrong], cwd=tmp_path, env={**env, "RANKS": "1"}, timeout=90)
+    ranks = {"gloo": "1", "mpi": "2"}[transport]
+    done = start([str(LAUNCH / name), *wrong], cwd=tmp_path, env={**env, "RANKS": ranks}, timeout=90)
     assert done.returncode != 0 and words in done.stderr
+    assert transport == "gloo" or "Traceback" not in done.stderr, done.stderr
 
 
 BROKEN = """
