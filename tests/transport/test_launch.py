@@ -105,6 +105,15 @@ def test_torchrun_shows_the_traceback(start: Callable[..., Any], tmp_path: Path)
     assert 'raise ArithmeticError("a bad day on every rank")' in summary and "in bad_day" in summary
 
 
+@pytest.mark.multi
+def test_the_program_that_proves_rings_of_ranks(start: Callable[..., Any]) -> None:
+    """What `scripts/gpu` runs on NCCL, on Gloo in its place."""
+    program = str(Path(__file__).parents[1] / "helpers" / "ring_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, "gloo"]
+    done = start(command, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("2 ranks on gloo: ") == 4, done.stderr
+
+
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
     assert done.returncode != 0 and "NODES > 1 needs HEAD=host:port of the first node" in done.stderr
