@@ -119,8 +119,8 @@ def test_sections_change_no_number(pattern: Pattern, dtype: torch.dtype, monkeyp
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_overlapping_keys_of_a_batch(pattern: Pattern, heads: tuple[int, int]) -> None:
     """Repetitions stand for the batch; gradients of keys that several of them see are all added."""
-    case = make_case(900, *heads, torch.float64, batch=2, dim=8)
-    mask = torch.from_numpy(pattern.mask(900, heads[0]))
+    case = make_case(500, *heads, torch.float64, batch=2, dim=8)
+    mask = torch.from_numpy(pattern.mask(500, heads[0]))
     truth = dense(case, mask)
     leaves = case.leaves()
     for ranks in (1, 2):
