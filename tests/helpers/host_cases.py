@@ -26,7 +26,7 @@ from ringattn.transport.torchdist import TorchDist
 CHECKS = ("now", "deferred")
 #: The maximum segment size of TCP on Ethernet, in bytes.
 MSS = 1448
-DOCUMENTS = [260, 33, 700, 5, 402, 648]
+DOCUMENTS = [65, 8, 175, 1, 101, 162]
 
 
 def skip_without_hosts() -> None:
@@ -67,10 +67,10 @@ def _sent(hosts: Hosts) -> tuple[int, int]:
 def link_bytes(rank: int, hosts: Hosts, transport: TorchDist) -> dict[str, tuple[int, int, int]]:
     """(bytes sent, bytes sent again, see `_sent`; bytes planned) of each call, forward and backward."""
     size, tokens, found = transport.size, sum(DOCUMENTS), {}
-    x = torch.randn(1, 8, tokens, 64, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(1, 32, tokens, 64, generator=torch.Generator().manual_seed(rank))
     inside = range(hosts.cluster.ranks_per_node)
     for schedule in ("ring", "direct", "allgather", f"double_ring({max(2, len(inside))})", "ulysses(2, ring)"):
-        for pattern in (Causal(), Causal() & Window(600), Causal() & Documents(DOCUMENTS)):
+        for pattern in (Causal(), Causal() & Window(150), Causal() & Documents(DOCUMENTS)):
             layout = ra.make_layout("zigzag", tokens=tokens, ranks=size)
             q, k, v = (layout.shard_tensor(x, rank).clone().requires_grad_() for _ in range(3))
             options: dict[str, Any] = {"layout": layout, "schedule": schedule, "transport": transport}
@@ -81,7 +81,7 @@ def link_bytes(rank: int, hosts: Hosts, transport: TorchDist) -> dict[str, tuple
                 ra.ring_attention(q, k, v, pattern, **options).sum().backward()
             dist.barrier()
             plan = ra.make_plan(
-                pattern, tokens=tokens, ranks=size, layout=layout, schedule=schedule, heads=8, head_dim=64
+                pattern, tokens=tokens, ranks=size, layout=layout, schedule=schedule, heads=32, head_dim=64
             )
             steps = [plan.for_rank(place) for place in inside]
             hops = [
