@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cache_oracle import DenseCache
 from rank_pool import told_by, wait_for_files
 from torch import Tensor
 
@@ -35,6 +34,51 @@ PATTERNS: tuple[Pattern, ...] = (
     ra.Causal() & ra.global_local(8, globals=1, blocks=1),
     ra.Causal() & ra.local_window(8, density=0.2),
 )
+
+
+class DenseCache:
+    """The tokens of each row of a batch, of one layer; `pattern` is asked for its mask of `most` tokens."""
+
+    def __init__(self, pattern: Pattern, heads: int, most: int, batch: int) -> None:
+        self.mask = torch.from_numpy(pattern.mask(most, heads)).double()
+        self.scale = pattern.bind(heads, most).output_scale
+        self.keys: list[list[Tensor]] = [[] for _ in range(batch)]
+        self.values: list[list[Tensor]] = [[] for _ in range(batch)]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, padding: Tensor | None = None,
+        sinks: Tensor | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """out [B, H, T, Dv] in fp64 of new tokens, which are kept; 0 at padding."""
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+        for row in range(len(q)):
+            real = [i for i in range(q.shape[2]) if padding is None or not padding[row, i]]
+            first = len(self.keys[row])
+            self.keys[row] += [k[row, :, i].double() for i in real]
+            self.values[row] += [v[row, :, i].double() for i in real]
+            if not real:
+                continue
+            keys, values = torch.stack(self.keys[row], 1), torch.stack(self.values[row], 1)  # [K, n, D]
+            shared, number = q.shape[1] // k.shape[1], keys.shape[1]
+            for head in range(q.shape[1]):
+                weight = self.mask[head, first : first + len(real), :number]
+                logits = q[row, head, real].double() @ keys[head // shared].T * scale
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                logits = logits + weight.log()
+                extra = torch.full(
+                    (len(real), 1), -torch.inf if sinks is None else float(sinks[head]), dtype=torch.float64
+                )
+                probabilities = torch.cat((logits, extra), 1).softmax(1)[:, :-1].nan_to_num(0.0)
+                out[row, head, real] = probabilities @ values[head // shared] * self.scale
+        return out
+
+    def crop(self, lengths: list[int]) -> None:
+        for row, length in enumerate(lengths):
+            del self.keys[row][length:], self.values[row][length:]
+
+    def fork(self, rows: list[int]) -> None:
+        self.keys = [[*self.keys[row]] for row in rows]
+        self.values = [[*self.values[row]] for row in rows]
 
 
 @dataclass
@@ -119,7 +163,7 @@ class Generation:
             oracle.fork(rows)
         self.batch = len(rows)
 
-    def run(self, actions: int, *, chunks: bool) -> None:
+    def run(self, actions: int) -> None:
         if self.rng.random() < 0.9:
             self.prefill(self.rng.randint(1, 50))
         for _ in range(actions):
@@ -128,7 +172,7 @@ class Generation:
                 self.crop()
             elif draw < 0.22 and self.cache.length:
                 self.fork()
-            elif draw < 0.35 and chunks:
+            elif draw < 0.35:
                 self.prefill(self.rng.randint(1, 20))
             else:
                 self.step()
@@ -145,8 +189,8 @@ def compare_with_virtual(transport: Transport, seeds: list[int]) -> float:
     for seed in seeds:
         dtype = (torch.float64, torch.float32, torch.bfloat16)[seed % 3]
         real, virtual = (Generation(seed, transport.size, who, dtype=dtype) for who in (transport, None))
-        real.run(8, chunks=True)
-        virtual.run(8, chunks=True)
+        real.run(8)
+        virtual.run(8)
         assert len(real.outs) == len(virtual.outs)
         for (cut, mine), (_, whole) in zip(real.outs, virtual.outs, strict=True):
             assert torch.equal(mine, whole if cut is None else whole[:, :, cut])
