@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -234,18 +234,26 @@ class RingAttention(nn.Module):
         return self._causal
 
     def extra_repr(self) -> str:
-        layout = self.layout if isinstance(self.layout, str) else self.layout.name
-        plain = {"ranks": None, "layout": DEFAULT_LAYOUT, **vars(AttentionOptions()), "order": ORDERS[0]}
-        given = {"ranks": self.ranks, "layout": layout, **vars(self.options), "order": self.order}
-        parts = [f"{name}={value!r}" for name, value in given.items() if value != plain[name]]
-        return ", ".join([repr(self.pattern), *self._place.shown, *parts])
+        parts = [repr(self.pattern), *self._place.shown]
+        if self.ranks is not None:
+            parts.append(f"ranks={self.ranks}")
+        shared = self.sharded or self.ranks is not None
+        if shared:
+            name = self.layout if isinstance(self.layout, str) else self.layout.name
+            parts += [f"layout={name!r}", f"schedule={self.options.schedule!r}"]
+        for option in fields(self.options):
+            value = getattr(self.options, option.name)
+            if value != option.default and option.name != "schedule":
+                parts.append(f"{option.name}={value!r}")
+        return ", ".join(parts if self.order == ORDERS[0] else [*parts, f"order={self.order!r}"])
 
 
 def _check_one_device(layout: str | Layout | None, options: AttentionOptions) -> None:
     """Raise InvalidInput if a layout, or an option about sharing work, is given for one device."""
-    plain, given = {"layout": None, **vars(AttentionOptions())}, {"layout": layout, **vars(options)}
+    plain = AttentionOptions()
     for name in ("layout", *SHARING):
-        if (value := given[name]) != plain[name]:
+        value, default = (layout, None) if name == "layout" else (getattr(options, name), getattr(plain, name))
+        if value != default:
             raise InvalidInput(
                 f"{name}={value!r} is about how ranks share work, but this attention runs on one device; give ranks=, "
                 f"group=, mesh= or transport=, or leave out {name}="

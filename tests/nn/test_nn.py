@@ -156,7 +156,7 @@ def test_order_of_dimensions() -> None:
     wanted, wanted_lse = ra.virtual_attention(q, k, v, Causal(), ranks=2, return_lse=True)
     close(out.transpose(1, 2), wanted)
     close(lse, wanted_lse)
-    assert repr(core) == "RingAttention(Causal(), ranks=2, order='BNHD')"
+    assert repr(core) == "RingAttention(Causal(), ranks=2, layout='contiguous', schedule='auto', order='BNHD')"
     module = ra.nn.MultiheadRingAttention(E, H, Causal(), order="BNHD", dtype=F64)
     same = ra.nn.MultiheadRingAttention(E, H, Causal(), dtype=F64)
     same.load_state_dict(module.state_dict())
