@@ -1,8 +1,8 @@
 """Records that ranks exchange in addition to a plan's messages: frames, errors of other ranks, and comparisons.
 
-Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the kind
-of the frame (a value or an exception), the name of the stage, and a body. A frame that cannot be decoded, or that
-belongs to another stage, is a Mismatch that names its rank.
+Every exchange has a stage: a name such as "plan". Each rank sends exactly one frame per exchange: magic bytes, the
+version of this protocol, the kind of the frame (a value or an exception), the name of the stage, and a body. A frame
+that cannot be decoded, or that belongs to another stage, is a Mismatch that names its rank.
 
 The stage matters when a rank has left a call early: its next frame meets the other ranks' frames of the old call. All
 ranks raise in that exchange, so in the next call they are in step again.
@@ -21,11 +21,10 @@ from ..text import plural
 if TYPE_CHECKING:
     from .base import Transport
 
-#: The first bytes of a frame; the last of them is the version of this protocol.
-MAGIC = b"ra\1"
+MAGIC, VERSION = b"ra", 1
 #: Kinds of frames: a value, or the text of an exception.
 VALUE, FAILED = range(2)
-#: Bytes of a frame before the name of its stage: magic, kind, length of the name.
+#: Bytes of a frame before the name of its stage: magic, version, kind, length of the name.
 PREFIX = 5
 #: The most characters of an error that other ranks repeat.
 QUOTED = 1500
@@ -114,7 +113,7 @@ class Exchange(ErrorReport):
 def frame(stage: str, body: bytes, kind: int) -> bytes:
     """The bytes of a frame of a stage. `kind` is VALUE or FAILED."""
     name = stage.encode()
-    return MAGIC + bytes((kind, len(name))) + name + body
+    return MAGIC + bytes((VERSION, kind, len(name))) + name + body
 
 
 def open_frame(raw: bytes, rank: int, stage: str) -> bytes:
@@ -122,8 +121,13 @@ def open_frame(raw: bytes, rank: int, stage: str) -> bytes:
     if len(raw) < PREFIX or not raw.startswith(MAGIC):
         raise Mismatch(
             f"rank {rank} sent {plural(len(raw), 'byte')} where the ranks exchange handshake records of stage "
-            f"{stage!r}; make the same calls in the same order on all ranks, install the same ringattn there, and let "
-            "nothing else use this transport meanwhile"
+            f"{stage!r}; make the same calls in the same order on all ranks, and let nothing else use this transport "
+            "meanwhile"
+        )
+    if raw[2] != VERSION:
+        raise Mismatch(
+            f"rank {rank} speaks version {raw[2]} of the handshake, the others version {VERSION}; install the same "
+            "ringattn on all ranks"
         )
     end = PREFIX + raw[4]
     kind, name, body = raw[3], raw[PREFIX:end].decode(errors="replace"), raw[end:]

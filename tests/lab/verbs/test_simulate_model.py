@@ -37,8 +37,10 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
 
 def test_jobs_of_models_are_points_of_a_study(inside: Inside, tmp_path: Path) -> None:
     done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8")
-    header, *rows = (re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\npoints\n")[2].splitlines())
-    assert header == ["model", "tp", "time", "memory of a rank", "kind"]
+    header, *rows = (
+        re.split(r" {2,}", line.strip()) for line in done.stdout.rpartition("\npoints [modelled]\n")[2].splitlines()
+    )
+    assert header == ["model", "tp", "time", "memory of a rank"]
     assert [row[:2] for row in rows[:4]] == [[name, tp] for name in ("llama3_8b", "mistral_7b") for tp in "28"]
 
 
