@@ -105,10 +105,8 @@ class Advice:
         best, lines = self.best[0], list[str]()
         if self.libraries:
             others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
-            lines.append(
-                f"Kernel: with {best.library}, a step takes {duration(best.step.seconds)}; {others}. By itself "
-                "torch, and so torchtitan, uses fa2, or cuDNN on Blackwell."
-            )
+            why = ", which torchtitan's attention uses on this GPU" if best.library == torch_library(best.offer) else ""
+            lines.append(f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}.")
         for factor, one in zip(LENGTHS, self.lengths, strict=True):
             tokens = max(int(self.question.tokens * factor), 1)
             nothing = f"nothing fits on {describe_place(best)}"
@@ -260,6 +258,15 @@ def as_torchtitan(parallel: Parallel) -> Parallel:
         checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
         software=replace(TORCHTITAN, dtype=parallel.software.dtype),
     )
+
+
+def torch_library(offer: Offer) -> str | None:
+    """The library of attention kernels that torch, and so torchtitan, takes on a machine; None if it has no choice.
+
+    Torch contains flash-attn 2, and takes cuDNN first on Blackwell (torchtitan, models/attention.py).
+    """
+    names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
+    return "fa2" if "fa2" in names else next(iter(names), None)
 
 
 def describe_place(candidate: TrainingCandidate) -> str:
