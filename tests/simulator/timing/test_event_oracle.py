@@ -29,7 +29,7 @@ from ringattn.simulator.timing.window import window
 
 CLOSE = 1e-9
 #: Random plans that are compared.
-COUNT = int(os.environ.get("RINGATTN_TEST_PLANS", "200"))
+COUNT = int(os.environ.get("RINGATTN_TEST_PLANS", "300"))
 #: Modelled and measured kernels, whose rates grow with the size of a call.
 RATES = KernelRates("any", forward=2e7, backward=1e7, softmax=4.0, slots=4, memory=1e7, launch=1e-4, visit=2e-4)
 GRIDS = [
