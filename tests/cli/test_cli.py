@@ -224,7 +224,7 @@ def test_run_on_local_ranks_equals_virtual(inside: Inside, tmp_path: Path) -> No
     save_file(inputs(600), tmp_path / "x.safetensors")
     common = [
         "input=file",
-        "input.path=x.safetensors",
+        f"input.path={tmp_path / 'x.safetensors'}",
         "repeat=1",
         "layout=zigzag",
         "pattern=window",
@@ -232,15 +232,15 @@ def test_run_on_local_ranks_equals_virtual(inside: Inside, tmp_path: Path) -> No
     ]
     outs = {}
     for name, call, transport in (("local", ringattn, "gloo"), ("virtual", inside, "virtual")):
-        options = ("ranks=2", "threads=1", f"transport={transport}", f"output.path={name}.safetensors")
-        done = call("run", *common, *options, cwd=tmp_path)
+        options = ("ranks=2", "threads=1", f"transport={transport}", "output.path=y.safetensors")
+        (folder := tmp_path / name).mkdir()
+        done = call("run", *common, *options, cwd=folder)
         assert "[measured]" in done.stdout and "as planned" in done.stdout
         assert done.stdout.count("forward time") == 1, "only rank 0 prints"
-        outs[name] = load_file(tmp_path / f"{name}.safetensors")
+        outs[name] = load_file(folder / "y.safetensors")
+        assert len([*folder.glob("outputs/**/.hydra")]) == 1, "one run directory per job"
     assert all(torch.equal(outs["local"][key], outs["virtual"][key]) for key in ("out", "lse"))
     assert outs["local"]["out"].shape == (1, 4, 600, 8)
-    runs = [p for p in tmp_path.glob("outputs/**/.hydra")]
-    assert len(runs) == 2, "one run directory per job"
 
 
 @pytest.mark.parametrize("schedule", ["ring", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"])
