@@ -56,6 +56,7 @@ class ErrorReport:
     would take the report for their next call.
     """
 
+    #: Whether an error is reported only if no exchange has reported it before.
     once = False
 
     def __init__(
