@@ -257,7 +257,8 @@ def make_folder(path: Path) -> None:
 
     Raises InvalidInput if the folder cannot be created, or if this user cannot write to it.
     """
-    _check_parent(path)
+    if not os.path.isdir(path):
+        _check_parent(path)
     try:
         path.mkdir(exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a NUL character

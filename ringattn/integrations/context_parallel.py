@@ -180,6 +180,7 @@ def context_parallel_unshard(
     Each buffer holds this rank's rows along its dim, cut by `layout`, that of the context. Raises Mismatch if other
     dims differ between ranks.
     """
+    check_group(mesh)  # None would mean all ranks
     whole = []
     for x, dim in zip(buffers, seq_dims, strict=True):
         by_rows = x.movedim(dim, 0)

@@ -31,8 +31,8 @@ def draw_steps(
     blocks: 0 for none, 1 for less than half, 2 for less than all, 3 for all.
 
     A cell shows the level, and an arrow if the rank sends meanwhile. If there are many ranks, the picture shows a few
-    groups of neighbours; if there are many steps, the first and the last ones. A last line lists what
-    is left out. Raises InvalidInput if `width` is below LEAST.
+    groups of neighbours; if there are many steps, the first and the last ones. A last line lists what is left out.
+    Raises InvalidInput if `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
     if width < LEAST:
@@ -67,7 +67,7 @@ def draw_steps(
 
 
 def choose_ranks(ranks: int) -> list[int]:
-    """The ranks to draw: all, or if they are many, evenly spaced groups of neighbours, which exchange messages."""
+    """The ranks to draw: all, or if they are many, evenly spaced groups of neighbours."""
     if ranks <= MAX_ROWS:
         return list(range(ranks))
     size = MAX_ROWS // GROUPS

@@ -94,6 +94,9 @@ class PullSchedule(DirectSchedule):
     def departures(self, rank: int) -> list[Edge]:
         return []
 
+    def sends(self, edge: Edge) -> bool:
+        return False
+
     def last_edges(self, owner: int) -> Iterator[Edge]:
         return iter(())
 
