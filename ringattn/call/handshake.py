@@ -105,9 +105,9 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
     def make() -> Plan:
         layout, q_layout = name_rows(call.layout, rows), name_rows(call.q_layout, q_rows)
         plan = call.plan(sum(rows), sum(q_rows), transport.size, layout, q_layout)
-        check_rows(plan.layout, dict(enumerate(rows)))
+        _check_rows(plan.layout, dict(enumerate(rows)))
         if call.q_layout is not None:
-            check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
+            _check_rows(plan.layout_of("q"), dict(enumerate(q_rows)))
         return plan
 
     if alike:
@@ -145,9 +145,9 @@ def _plan_alone(call: CompiledCall, rank: int, size: int) -> tuple[Plan, bytes]:
     layout, q_layout = call.layout, call.q_layout or call.layout
     assert isinstance(layout, Layout) and isinstance(q_layout, Layout)
     plan = call.plan(layout.tokens, q_layout.tokens, size, layout, call.q_layout)
-    check_rows(plan.layout, {rank: call.rows})
+    _check_rows(plan.layout, {rank: call.rows})
     if call.q_layout is not None:
-        check_rows(plan.layout_of("q"), {rank: call.q_rows})
+        _check_rows(plan.layout_of("q"), {rank: call.q_rows})
     seed = None if call.kernel.dropout is None else call.kernel.dropout.seed
     record = {"tokens": layout.tokens, "q_tokens": q_layout.tokens, "seed of dropout": seed}
     return plan, json.dumps(record)[1:-1].encode() + b", " + _spell(call)[1:]
@@ -255,7 +255,7 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_rows(layout: Layout, rows: dict[int, int]) -> None:
+def _check_rows(layout: Layout, rows: dict[int, int]) -> None:
     """Raise a Mismatch that lists the rows of ranks if a rank's number of rows differs from the layout's."""
     layout = layout.base
     planned = {rank: layout.rows(rank) for rank in rows}

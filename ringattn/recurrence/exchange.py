@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..call.functional import find_ranks, run_programs
-from ..call.handshake import agree_backward, check_rows, spell_layout
+from ..call.handshake import agree_backward, spell_layout
 from ..dtypes import dtype_name
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Mismatch
 from ..layout.regular import Layout, make_layout, name_rows
 from ..pattern.documents import Documents
 from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait
@@ -81,9 +81,14 @@ class Ranks:
             self.number = exchange.transport.events << TAG_BITS
             held = [fields["rows"] for fields in compare_records(exchange.records)]
         tokens = sum(held)
-        self.layout = layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.place.size)
-        if exchange is not None:
-            check_rows(layout, dict(enumerate(held)))
+        if not isinstance(layout, Layout):
+            layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.place.size)
+        self.layout, planned = layout, [*map(layout.rows, range(layout.ranks))]
+        if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.place.size)):
+            raise Mismatch(
+                f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "
+                f"ranks: they hold {held} rows, the layout gives {planned}; shard with its method shard_tensor(x, rank)"
+            )
         list_runs(layout)  # raises for too many
         if documents is not None:
             documents.check(tokens, 1)

@@ -91,7 +91,7 @@ STAGES = {
     "kernel": (compiled, "get_kernel"),
     "record": (agreement, "_spell"),
     "plan": (compiled, "find_plan"),
-    "rows": (agreement, "check_rows"),
+    "rows": (agreement, "_check_rows"),
 }
 
 
