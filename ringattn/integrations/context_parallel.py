@@ -23,7 +23,7 @@ from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
-from ..transport.torchdist import WeakGroup
+from ..transport.torchdist import WeakGroup, check_group
 from .ranks import compare_inputs, gather_logits
 
 if TYPE_CHECKING:
