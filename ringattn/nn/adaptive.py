@@ -127,20 +127,13 @@ class AdaptiveAttention(RingAttention):
         """`attend`, with the scorer's weights `query` and `key` and this rank's noise seed as arguments."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
-        positions = self.positions(q, k, v, key_padding_mask=key_padding_mask)  # on real ranks also the handshake
+        positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks this is also the handshake
         key_block = positions // self.block
         # Causal: the `block` positions that end with a block's first position represent the block.
         query_block = -(-positions // self.block) if causal else key_block
         number = 0 if seed is None else int(seed)
         queries, keys, number = self._block_means(q, k, query_block, key_block, key_padding_mask, number)
         with self.report_errors():
-            heads, head_dim, kv_heads = *query.shape[:2], len(key)
-            if (q.shape[1], q.shape[3], k.shape[1]) != (heads, head_dim, kv_heads):
-                raise InvalidInput(
-                    f"q has {q.shape[1]} heads of dim {q.shape[3]} and k {k.shape[1]} heads, but the scorer was made "
-                    f"for num_heads={heads}, head_dim={head_dim}, kv_heads={kv_heads}; make the module for the shapes "
-                    "of q and k"
-                )
             a = torch.einsum("bhnd,hdr->bhnr", queries.to(query.dtype), query)
             b = torch.einsum("bhnd,hdr->bhnr", keys.to(key.dtype), key)
             b_of_query_heads = b.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -168,6 +161,19 @@ class AdaptiveAttention(RingAttention):
     def achieved_density(self, tokens: int, heads: int = 1) -> float:
         """Fraction of key blocks that the last call selected, 0 before the first call; the arguments are ignored."""
         return 0.0 if self.blocks is None else float(self.blocks.mean())
+
+    def _check_and_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Global positions int64 [N] of the rows. If the arguments of one rank are wrong, all ranks raise."""
+        with self.report_errors("positions"):
+            heads, head_dim, kv_heads = *self.query.shape[:2], len(self.key)
+            is_whole = isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4
+            if is_whole and (q.shape[1], q.shape[3], k.shape[1]) != (heads, head_dim, kv_heads):
+                raise InvalidInput(
+                    f"q has {q.shape[1]} heads of dim {q.shape[3]} and k {k.shape[1]} heads, but the scorer was made "
+                    f"for num_heads={heads}, head_dim={head_dim}, kv_heads={kv_heads}; make the module for the shapes "
+                    "of q and k"
+                )
+        return self.positions(q, k, v, key_padding_mask=mask)
 
     def _block_means(
         self, q: Tensor, k: Tensor, query_block: Tensor, key_block: Tensor, mask: Tensor | None, seed: int

@@ -217,9 +217,9 @@ class RingAttention(nn.Module):
         check_arguments(q, k, v, **arguments)
         return torch.arange(q.shape[2], device=q.device)
 
-    def report_errors(self) -> AbstractContextManager[object]:
-        """A context for local work before a collective call; it reports exceptions to all ranks."""
-        return ErrorReport(get_transport(**self._place.keywords), "call") if self.sharded else nullcontext()
+    def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
+        """A context for local work before a collective call, named by `stage`; it reports exceptions to all ranks."""
+        return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
         """The options of a call: those of the module, without dropout in eval mode."""
