@@ -202,14 +202,16 @@ class _Rank:
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(stuck)))
-        if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
-            self.tell(case, self._collect(number, LINGER / 2))
-        if self.rank == 0 and self.report is not None:
-            sys.stdout = sys.__stdout__
-            self.report([*self.findings.values()])
-        if self.rank or self.report is not None:
-            sleep(LINGER)  # a launcher ends all ranks with the first
-        os._exit(STUCK)
+        try:
+            if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
+                self.tell(case, self._collect(number, LINGER / 2))
+            if self.rank == 0 and self.report is not None:
+                sys.stdout = sys.__stdout__
+                self.report([*self.findings.values()])
+            if self.rank or self.report is not None:
+                sleep(LINGER)  # a launcher ends all ranks with the first
+        finally:
+            os._exit(STUCK)
 
     def wait(self, key: str, seconds: float) -> None:
         """Wait until all ranks have set the key, or for `seconds`. Unlike store.wait, this lets signals through."""

@@ -102,7 +102,7 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExecutionTask:
-    """The ranks of a plan to execute whole, or None for sampled rows, and the seconds that take on one core."""
+    """The ranks of a plan to execute whole, or None for sampled rows, and the seconds that this takes on one core."""
 
     ranks: range | None
     seconds: float

@@ -12,11 +12,11 @@ from ...cli.config.groups import default_of, refuse_stdout
 from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
-from ...machine.presets import MACHINES, PRESETS, get_machine
+from ...machine.presets import MACHINES, get_machine
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, show_progress
 from ...text import did_you_mean
-from ..advise.advice import Advice, advise, explain, record, tabulate
+from ..advise.advice import Advice, advise, explain, record, tabulate, torch_library
 from ..advise.search import Offer, Question
 from ..advise.serving import ServingQuestion, serve
 from ..models.config import load_model
@@ -117,12 +117,8 @@ def _make_offer(name: str, price: object) -> Offer:
 
 
 def _of_software(offer: Offer) -> Offer:
-    """The offer with the attention kernels that torch, and so torchtitan, takes by itself, if the machine is a preset.
-
-    Torch contains flash-attn 2, and takes cuDNN first on Blackwell (torchtitan, models/attention.py).
-    """
-    names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
-    library = "fa2" if "fa2" in names else next(iter(names), None)
+    """The offer with the attention kernels of `torch_library`, if the machine is a preset."""
+    library = torch_library(offer)
     if library is None or offer.machine.kernel_rates is None:
         return offer
     rates = get_machine(f"{offer.machine.preset}/{library}").kernel_rates
