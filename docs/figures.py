@@ -161,7 +161,7 @@ def draw_ring_figure() -> str:
 
 
 def draw_traffic() -> str:
-    """How many times as fast as an all-gather the ring is between two hosts, from the newest stored run."""
+    """Speed-up of a ring over an all-gather between two hosts, by mask and link, from the newest stored run."""
     runs = [path.read_text().splitlines() for path in RESULTS.glob("hosts_*.jsonl")]
     lines = max(runs, key=lambda lines: json.loads(lines[0])["machine"]["date"])
     cases = {case["case"]: case for case in map(json.loads, lines[1:])}

@@ -45,7 +45,7 @@ def main(config: AuditConfig) -> None:
     def report(found: list[Finding]) -> None:
         _report(config, model, ranks, found)
         if left := [case.feature for case in cases[len(found) :]]:
-            sys.stderr.write(f"ringattn: ranks hung or ended early; not tried: {', '.join(left)}\n")
+            sys.stderr.write(f"ringattn: the audit ended early; not tried: {', '.join(left)}\n")
         sys.stdout.flush()
 
     findings: list[Finding] = []

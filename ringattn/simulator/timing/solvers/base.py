@@ -101,7 +101,7 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
 class RingTimes(NamedTuple):
     """When each rank of a ring has finished, float64 [ranks].
 
-    `why` says for the report why the times are exact. `ring` is the ring, or one of the ranks of one period.
+    `why` says for the report why the times are exact. `ring` is the ring itself, or a ring of the ranks of one period.
     """
 
     finish: np.ndarray
@@ -132,7 +132,7 @@ class Solved:
 
 
 def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring, bool], RingTimes | None]) -> Solved | None:
-    """Solve the ring of a problem with `solve`, from a ring and whether messages take no time; `name` is the solver's.
+    """The times of a problem's ring by the solver `name`. `solve(ring, instant)`; instant: messages take no time.
 
     None if the plan has no ring, if its steps are too many to store, or if `solve` returns None because the ring lacks
     what it needs.
