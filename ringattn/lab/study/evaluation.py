@@ -131,8 +131,9 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
     rank_seconds = products / PRODUCT_RATE + rank_tokens * row_elements / WHOLE_RATE
     whole_seconds = max(WHOLE_SHARE * options.budget, min(WHOLE_SECONDS, options.budget))
     ranks = min(plan.ranks, int(whole_seconds / rank_seconds))
-    if ranks == plan.ranks or ranks >= FEWEST_RANKS:
-        ranks = ranks if ranks == plan.ranks else 1 << ranks.bit_length() - 1
+    if ranks >= min(FEWEST_RANKS, plan.ranks):
+        if ranks < plan.ranks:
+            ranks = 1 << ranks.bit_length() - 1
         first = (plan.ranks - ranks) // 2
         return ExecutionTask(range(first, first + ranks), rank_seconds * ranks)
     # A block is generated as a whole, once for all rows that see it.
