@@ -92,7 +92,7 @@ class Runner:
 
     def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
         layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
-        if ranks > 1 and layout.views is not None:
+        if ranks > 1 and layout.single:
             # Where a shard is one range, its rank writes to a view of the whole output.
             whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
@@ -100,7 +100,7 @@ class Runner:
         programs = [forward(job, *local, save=save, out=out) for job, local, out in each]
         results = VirtualRanks(ranks).run(programs)
         saved = tuple([x for result in results for x in result.saved])
-        if ranks == 1 and layout.views is not None:
+        if ranks == 1 and layout.single:
             return ForwardResult(results[0].out, results[0].lse, saved)
         if whole_out is None:
             whole_out = layout.unshard_tensor([result.out for result in results])

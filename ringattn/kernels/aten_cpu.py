@@ -102,7 +102,7 @@ class AtenCpu(Kernel):
         padded = _ready(max(q.shape[-1], v.shape[-1]), q, k, v, backward=False)
         causal, mask = _mask_of(work, padded[0].dtype)
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
-        if work.keys < LANES and not lse.all():
+        if work.keys < LANES and int(lse.count_nonzero()) < lse.numel():
             bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
             lse += bad_q + expand_heads(bad_k, q.shape[1]).unsqueeze(-1)
             out.masked_fill_(lse.isnan().unsqueeze(-1), torch.nan)

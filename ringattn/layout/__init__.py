@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,17 +129,25 @@ class Layout(Numbered, ABC):
         """`shard_tensor` for every rank, in rank order."""
         if x.shape[dim] != self.tokens:
             raise self._wrong_rows(x.shape[dim], self.tokens, "shard_tensor", dim)
-        if self.views is None:
-            return [_take_rows(x, places, dim) for places in self.all_places]
-        by_rows = x.transpose(0, dim)
-        return [by_rows[rows].transpose(0, dim) for rows in self.views]
+        if self.is_cut:
+            return list(x.unsafe_split_with_sizes(self.lengths, dim))
+        return [_take_rows(x, places, dim) for places in self.all_places]
 
     @cached_property
-    def views(self) -> tuple[slice, ...] | None:
-        """For each rank, the slice of its rows in a tensor of all positions; None if a shard is more than one range."""
-        if max(map(len, self.all_places)) > 1:
-            return None
-        return tuple(slice(p[0].start, p[0].stop, p[0].step) if p else slice(0, 0) for p in self.all_places)
+    def lengths(self) -> tuple[int, ...]:
+        """The number of positions that each rank owns."""
+        return tuple(sum(map(len, places)) for places in self.all_places)
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether the shards, one after another, are the sequence."""
+        ends = accumulate(self.lengths, initial=0)
+        return all(not p or p == (range(*run),) for p, run in zip(self.all_places, pairwise(ends), strict=True))
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every shard is one range at most."""
+        return max(map(len, self.all_places)) <= 1
 
     def stack(self, x: Tensor) -> Tensor:
         """The tensor x [B, H, n, ...] in the shape that this layout cuts: [1, H, B * n, ...] if rows are stacked."""
@@ -162,10 +171,15 @@ class Layout(Numbered, ABC):
         # Keep the memory order of the shards, because kernels may store tokens before heads.
         order = sorted(range(len(shape)), key=shards[0].stride, reverse=True)
         sequence = shards[0].new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
-        by_rows = sequence.transpose(0, dim)
-        for rank, (shard, places) in enumerate(zip(shards, self.all_places, strict=True)):
-            if shard.shape[dim] != (rows := sum(map(len, places))):
+        for rank, (shard, rows) in enumerate(zip(shards, self.lengths, strict=True)):
+            if shard.shape[dim] != rows:
                 raise self._wrong_rows(shard.shape[dim], rows, f"unshard_tensor, rank {rank}", dim)
+        if self.is_cut:
+            import torch
+
+            return torch.cat(list(shards), dim, out=sequence)
+        by_rows = sequence.transpose(0, dim)
+        for shard, places in zip(shards, self.all_places, strict=True):
             first = 0
             for r in places:
                 by_rows[r.start : r.stop : r.step].copy_(shard.narrow(dim, first, len(r)).transpose(0, dim))

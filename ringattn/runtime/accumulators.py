@@ -323,7 +323,7 @@ class OutputAccumulator:
 
     def _rows(self, x: Tensor | None, rows: range) -> Tensor:
         assert x is not None
-        return x[:, :, rows.start : rows.stop]
+        return x if len(rows) == x.shape[2] else x[:, :, rows.start : rows.stop]
 
     def _allocate(self) -> None:
         """Allocate the output and lse if they do not exist yet."""
