@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -123,16 +123,10 @@ def _resolve(
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
     saved = rank_plan.saved if save and rotates == "kv" else ()
     is_output = not backward and rotates == "kv"  # the visits write the output of this rank
-    works: Iterator[Any]
-    if is_output:
-        by_visit, empty = make_merge_plan(ring_plan, owner, kernel)
-        works = iter(by_visit)
-    else:
-        demand = ring_plan.query_demand if rotates == "q" else ring_plan.demand
-        calls_of, empty = (kernel.for_backward() if backward else kernel).calls_of, ()
-        visited = (block for step in steps for block in step.visits)
-        works = (tuple(calls_of(demand.joined_works(owner, x.owner, x.row_set))) for x in visited)
-    exchanged: tuple[Kind, Kind] = ("dout", "dqkv") if backward else ("qkv", "out")
+    merges, empty = make_merge_plan(ring_plan, owner, kernel) if is_output else ((), ())
+    parts_of_visits = iter(merges)
+    demand = ring_plan.query_demand if rotates == "q" else ring_plan.demand
+    calls_of = (kernel.for_backward() if backward else kernel).calls_of
     with torch.inference_mode(False):  # index tensors outlive the caller's inference mode
         recorder = Recorder(plan, _largest_message(plan, rank), device)
         enter = leave = None
@@ -141,7 +135,7 @@ def _resolve(
             from .head_exchange import HeadExchange  # a ring without Ulysses groups does not load it
 
             ring_steps = range(1, len(steps) - 1)
-            enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record(exchanged[0])
+            enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record("dout" if backward else "qkv")
         own, sums = OWN[rotates, backward]
         state = RankState(recorder, ring_plan, owner, steps, own, saved, sums=sums, given=backward)
         written = []
@@ -149,15 +143,16 @@ def _resolve(
             state.start(index)
             posts, visits = recorder.collect(), []
             for block in steps[index].visits:
-                mine = next(works)
                 if is_output:
                     numbers = state.block(block)
-                    visits.append(Visit(recorder.collect(), block, numbers, parts=mine))
-                elif mine or rotates == "kv":
-                    visits.append(_summing_visit(state, ring_plan, block, mine))
+                    visits.append(Visit(recorder.collect(), block, numbers, parts=next(parts_of_visits)))
+                    continue
+                works = tuple(calls_of(demand.joined_works(owner, block.owner, block.row_set)))
+                if works or rotates == "kv":
+                    visits.append(_summing_visit(state, ring_plan, block, works))
             written.append(RingStep(posts, tuple(visits), state.finish(index)))
         if exchanges_heads(plan):
-            leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record(exchanged[1])
+            leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
     return RankProgram(
         recorder.memory,
         tuple(written),
