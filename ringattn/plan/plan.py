@@ -367,10 +367,7 @@ class Plan(PlanSizes):
         """
         from .drawing import draw_steps  # loaded only when a plan is drawn
 
-        def steps(rank: int) -> tuple[Step, ...]:
-            return self.for_rank(rank).forward
-
-        return draw_steps(self.ranks, steps, self._level, ascii=ascii, width=width)
+        return draw_steps(self.ranks, self.forward_steps, self._level, ascii=ascii, width=width)
 
     def _level(self, rank: int, step: Step) -> int:
         """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""
