@@ -29,7 +29,9 @@ LIBRARIES = {
     "kda": ("fla.ops.kda", "chunk_kda"),
     "ssd": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
 }
+#: The first row of each piece, then the number of rows: [pieces + 1].
 CuSeqlens = Sequence[int] | Tensor
+#: The outputs of all rows, and the state after each piece, None unless `output_final_state`.
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -192,7 +194,7 @@ def ssd(
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Result:
     """(y [1, T, D], final states [pieces, D, N] or None) of Mamba, see `layers.selective_scan`.
 
-    `options` are those of `affine_scan`.
+    options: cu_seqlens, initial_state and output_final_state, as in `affine_scan`.
     """
     dtype = wide(x.dtype)
     step = dt.to(dtype)[..., None]

@@ -44,8 +44,11 @@ class DirectSchedule(Route):
         return (_edge(owner, d, ranks) for d in self._search(owner, +1, near, far))
 
     def _search(self, rank: int, sign: int, near: int, far: int) -> Iterator[int]:
-        """The distances far .. near at which the rank up the ring (+1) needs the block of `rank`, or (-1) `rank` the
-        block of the rank down the ring: read from the table of the demand if there is one, else found by halving."""
+        """The distances from far to near over which a block must travel, largest first.
+
+        With sign +1 the block of `rank` travels to the ranks up the ring; with -1 those down the ring send theirs to
+        `rank`.
+        """
         demand, ranks, here = self.demand, self.demand.layout.ranks, range(rank, rank + 1)
         if demand.row_reach is not None:
             visits, others = demand.row_reach.visits, (rank + sign * np.arange(far, near - 1, -1)) % ranks
