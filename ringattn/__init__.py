@@ -6,10 +6,7 @@ not need the simulator.
 
 from __future__ import annotations
 
-import ast
-import sys
 from importlib import import_module
-from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,25 +75,50 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: The module of each public name, read from the imports above, which otherwise only type checkers see.
-_HOMES = {
-    alias.name: node.module or alias.name
-    for node in ast.walk(ast.parse(getsource(sys.modules[__name__])))
-    if isinstance(node, ast.ImportFrom) and node.level == 1
-    for alias in node.names
+#: Public names by the module that defines them, separated by spaces.
+_NAMES = {
+    "errors": "CommFailure InvalidInput LaunchLimit Mismatch OutOfMemory RingAttentionError Unsupported",
+    "pattern": (
+        "BlockSparse Causal Dilated Documents Full Pattern Sinks Strided Window dilated_blocks from_block_mask"
+        " global_local hierarchical local_window mix parse_pattern strided_blocks top_k"
+    ),
+    "kernels.dropout": "Dropout",
+    "layout.regular": "Layout make_layout",
+    "machine.machine": "Machine",
+    "machine.presets": "MACHINES get_machine",
+    "plan.plan": "Plan",
+    "call.planner": "make_plan make_plans",
+    "plan.choice": "Prediction",
+    "simulator.timing.auto": "predict",
+    "simulator.timing.simulation": "simulate",
+    "simulator.timing.solvers.recurrence": "Stall",
+    "simulator.timing.timeline": "Timeline",
+    "call.functional": "attention ring_attention synchronize virtual_attention",
+    "inference.cache": "KVCache",
+    "integrations.context_parallel": "context_parallel context_parallel_unshard",
+    "recurrence.layers": "affine_scan causal_conv1d gated_delta_rule selective_scan ssd",
+    "runtime.memory": "auto_batch_size",
+    "call.graph_op": "keep_attention save_attention_policy",
+    "compat": (
+        "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"
+        " create_multihead_dilated_attention get_block_sparse_preset"
+    ),
 }
+#: The module of each public name.
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_HOMES[name]}", __name__)
-    value = globals()[name] = module if name == _HOMES[name] else getattr(module, name)
-    return value
+    if name in ("nn", "train"):
+        return import_module(f".{name}", __name__)
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, "nn", "train"})
 
 
-__all__ = sorted({*_HOMES} - {"nn", "train"})
+__all__ = sorted(_HOMES)
