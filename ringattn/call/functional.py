@@ -291,21 +291,6 @@ def attention(
     return runner.of_call(sinks).run(q, k, v)
 
 
-def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
-    *,
-    layout: str | Layout,
-    key_padding_mask: Tensor | None = None,
-    **options: Unpack[AttentionKeywords],
-) -> None:
-    """Raise InvalidInput or Unsupported if `virtual_attention` could not use these arguments."""
-    q, k, v = cast_inputs(q, k, v)
-    compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
-
-
 #: One transport per process group. An entry ends with its group.
 _transports: WeakKeyDictionary[ProcessGroup, TorchDist] = WeakKeyDictionary()
 #: The lock that a thread holds during a call, by transport.

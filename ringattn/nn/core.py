@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..call.arguments import AttentionKeywords, AttentionOptions, check_option_names
+from ..call.arguments import AttentionKeywords, AttentionOptions, cast_inputs, check_option_names
 from ..call.autograd import compilable
-from ..call.functional import check_arguments, get_transport, positions, ring_attention, virtual_attention
+from ..call.compile import compile_call
+from ..call.functional import get_transport, positions, ring_attention, virtual_attention
 from ..call.planner import make_plan
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout
@@ -210,11 +211,13 @@ class RingAttention(nn.Module):
 
         Checks the arguments and raises as `attend` does.
         """
-        keywords = {"layout": self.layout, "key_padding_mask": key_padding_mask, **self._call_options().keywords()}
-        arguments: dict[str, Any] = {"pattern": self._pattern(is_causal), **keywords}
+        pattern, options = self._pattern(is_causal), self._call_options().keywords()
+        shared: dict[str, Any] = {"layout": self.layout, "key_padding_mask": key_padding_mask}
         if self.sharded:
-            return torch.from_numpy(positions(q, k, v, **self._place.keywords, **arguments)).to(q.device)
-        check_arguments(q, k, v, **arguments)
+            found = positions(q, k, v, pattern, **shared, **self._place.keywords, **options)
+            return torch.from_numpy(found).to(q.device)
+        q, k, v = cast_inputs(q, k, v)
+        compile_call(q, k, v, pattern, options=options, **shared)  # for its errors
         return torch.arange(q.shape[2], device=q.device)
 
     def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
