@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..cache import NUMBERED, Cache, Numbered
 from ..errors import InvalidInput, Unsupported
+from ..kernels.base import wide
 from ..pattern import Pattern, parse_pattern
 from .arguments import cast_inputs
 from .handshake import call_index
@@ -344,8 +345,7 @@ def _fake_attend(
     b, h, n = (*q.shape, 1, 1, 1)[:3]  # accepts a wrong shape: the call itself reports it to all ranks
     out = q.new_empty((b, n, h, *v.shape[3:])).transpose(1, 2)
     with_lse = constants.get("return_lse", name.endswith(PAIRS))
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((b, n, h), dtype=wide).transpose(1, 2) if with_lse else q.new_empty(0)
+    lse = q.new_empty((b, n, h), dtype=wide(q.dtype)).transpose(1, 2) if with_lse else q.new_empty(0)
     return out, lse, torch.empty(1, dtype=torch.int64, device="cpu")
 
 

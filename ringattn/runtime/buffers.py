@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.base import wide
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet, find_copies
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
@@ -260,7 +261,6 @@ class RankState(StepMessages):
         return self.home[part].view(part)
 
     def make_room(self, hop: Hop) -> Buffer:
-        """The buffer to receive a message in."""
         # A saved part stays in the buffer that received it, unless it must first be cast to a wider dtype.
         outlives = self.plan.comm_dtype is None and any(part in self.saved for part in hop.parts)
         return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
@@ -430,6 +430,5 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
     if part.kind in ("qkv", "dqkv"):
         sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
         return [((plan.batch, count, n, width), own) for n, (count, width) in zip(counts, sizes, strict=True)]
-    accumulated = torch.float64 if own == torch.float64 else torch.float32
     # lse or its gradient comes first, so that the wider dtype is aligned.
-    return [((plan.batch, heads, counts[0], 1), accumulated), ((plan.batch, heads, counts[0], plan.value_dim), own)]
+    return [((plan.batch, heads, counts[0], 1), wide(own)), ((plan.batch, heads, counts[0], plan.value_dim), own)]
