@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, groupby, pairwise
 from math import gcd
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -339,11 +340,8 @@ class Balanced(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._normalize(chunk=check_integer(self.chunk, "balanced: chunk", 1, "balanced(128)"))
-        runs = tuple(
-            next(same_owner)
-            for _, same_owner in groupby(((i, owner) for i, owner in self.runs), key=lambda run: run[1])
-        )
-        self._normalize(runs=runs)
+        joined = groupby(((first, owner) for first, owner in self.runs), key=itemgetter(1))
+        self._normalize(runs=tuple(next(same_owner) for _, same_owner in joined))
         firsts = [first for first, _ in self.runs]
         last = (self.tokens - 1) // self.chunk
         shown = shorten(repr(self.runs), 100)
@@ -383,10 +381,8 @@ class Balanced(Layout):
         return Balanced(self.tokens, self.ranks // size, self.chunk, runs)
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        if len(ranks) == 1:
-            return self._shards.get(
-                ranks[0], ()
-            ), True  # exact whatever the number of ranges: a single rank cannot be halved
+        if len(ranks) == 1:  # exact whatever the number of ranges: a single rank cannot be halved
+            return self._shards.get(ranks[0], ()), True
         parts = merge_runs(r for rank in ranks for r in self.shard(rank))
         if len(parts) <= MAX_RANGES:
             return parts, True
@@ -426,9 +422,8 @@ def balance(
         # Divide by the common factor: a pattern that is the same for all heads gives one layout for any head count.
         common = gcd(*(cost for mask in costs for cost in mask)) or 1
         shares = deal([[cost // common for cost in mask] for mask in costs], ranks)
-        return Balanced(
-            tokens, ranks, chunk, tuple(sorted((i, rank) for rank, share in enumerate(shares) for i in share))
-        )
+        runs = sorted((i, rank) for rank, share in enumerate(shares) for i in share)
+        return Balanced(tokens, ranks, chunk, tuple(runs))
 
     if chunk is None:
         chunk = max(tokens // (CHUNKS * ranks), 1)
