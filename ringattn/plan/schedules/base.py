@@ -167,20 +167,18 @@ class Route(Schedule):
             yield edge
 
     def returned(self, edge: Edge, carried: RowSets) -> RowSets:
-        """Those of the rows `carried` on an edge whose gradient sums return on it, and not on an earlier sibling.
+        """The rows among `carried` whose gradient sums return on this edge, and not on an earlier sibling.
 
-        Siblings are all edges on which the same source passes on rows of the block.
+        Siblings are the edges on which one source passes on rows of the block.
         """
         siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
         earlier = takewhile(lambda sibling: sibling != edge, siblings)
         return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """By edge, the rows that `rank` saves for the backward.
+        """By edge, the rows that `rank` saves for the backward; in the backward, their owners send only the others.
 
-        Of the rows that go no further, those that arrive last, at most as many as one block has.
-
-        In the backward, the owner sends once more the rows that were not saved.
+        A rank saves rows that go no further, the latest arrivals first, and at most as many as one block has.
         """
         if not self.saves:
             return {}
@@ -193,7 +191,7 @@ class Route(Schedule):
         return edge in self.saved_rows(edge.target)
 
     def find_saved_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """Computes `saved_rows`."""
+        """`saved_rows`, without its cache."""
         return {edge: self.stopping(edge) for edge in self._size_saved(rank)}
 
     def _size_saved(self, rank: int, arrivals: int | None = None) -> dict[Edge, int]:
@@ -212,12 +210,10 @@ class Route(Schedule):
         return saved
 
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that `rank` saves after the forward for a pass-KV backward."""
         arrivals, saved = self.edges_by_owner(rank).values(), self.saved_rows(rank)
         return tuple(part for edge in arrivals if edge in saved for part in make_parts("kv", edge.owner, saved[edge]))
 
     def forward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward."""
         builder = StepBuilder(+1)
         if self.demand.visits(rank, rank):
             builder.visit(0, (Part("kv", rank),))
@@ -231,7 +227,6 @@ class Route(Schedule):
         return builder.steps()
 
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-KV backward: keys, values and their gradients go back to the owners."""
         builder = StepBuilder(-1)
         arrivals = tuple(self.edges_by_owner(rank).values())
         if self.demand.visits(rank, rank):
@@ -260,11 +255,9 @@ class Route(Schedule):
         return builder.steps()
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-Q forward; `demand` is a `QueryDemand`."""
         return self._send_queries(rank, ("query",), "part")
 
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-Q backward: queries travel with lse and delta; `demand` is a `QueryDemand`."""
         return self._send_queries(rank, ("row", "q"), "dq")
 
     def _send_queries(self, rank: int, kinds: tuple[Kind, ...], sums: Kind) -> tuple[Step, ...]:
