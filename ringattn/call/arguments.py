@@ -63,8 +63,8 @@ class AttentionOptions:
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
     comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes); with a q_layout, which may let queries
-        travel in the forward as well, see `make_plan`.
+    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes). With a q_layout, it also selects what
+        travels in the forward, see `make_plan`.
     softcap: a number c > 0 that turns the scaled logits s into c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         no cap. Only kernel "reference" computes a softcap, so "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are

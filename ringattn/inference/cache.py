@@ -77,8 +77,8 @@ class KVCache:
     max_tokens: the maximum number of tokens of a row.
     merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages per rank, "scatter" in two
         with 2 / P of the bytes, or "auto", the faster one on the links of `machine`.
-    windows: how layers whose queries see a bounded number of keys hold these: "shard", over the ranks as other layers
-        do; or "copy", all of them on every rank, so that a step of these layers sends no message.
+    windows: where layers with a window, whose queries see a bounded number of keys, hold them: "shard", spread over the
+        ranks as in other layers; or "copy", whole on every rank, so that a step of these layers sends no message.
     dtype: the dtype that keys and values are rounded to and stored in; None: their own.
 
     Only `prefill` and `step` are collective. Call every layer once for each chunk and each step; in the first of these
@@ -187,7 +187,7 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` slots, or drop the last -`tokens` if <= 0; a sequence has a number for each row.
+        """Keep the first `tokens` slots; if `tokens` <= 0, drop the last -`tokens`. A sequence crops row by row.
 
         One number counts slots, padding included; the numbers of a sequence count only tokens. An empty cache is like
         new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
@@ -324,9 +324,9 @@ class KVCache:
         """Attention of T >= 1 new tokens, which all ranks hold: out [B, H, T, Dv], bit-identical on all ranks.
 
         q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after rotary embeddings. `sinks` [H]
-        are those of `ring_attention`, and `options` some of its: kernel, scale, softcap, deterministic, machine and
-        check. With `return_lse` returns (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as
-        a digest of the tokens; ranks compare that of the first layer.
+        are as in `ring_attention`. `options` are its kernel, scale, softcap, deterministic, machine and check. With
+        `return_lse` returns (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as a digest of
+        the tokens; ranks compare that of the first layer.
 
         Collective. If the cache or the step of a rank differs, every rank raises Mismatch. Raises CommFailure if a rank
         is gone, InvalidInput and Unsupported.

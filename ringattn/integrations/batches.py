@@ -56,11 +56,13 @@ _fastest: dict[tuple[LayerMasks, int], str] = {}
 class LayerMasks:
     """A value for `layout=` of `parallelize` and `shard_batch` that balances every packed batch by its documents.
 
-    `patterns` are the distinct masks of the layers, without documents; `weights` count the layers with each mask.
-    `most_runs` limits the number of runs of adjacent tokens on a rank, as recurrent layers need few. Without documents,
-    zigzag.
-    `sizes`: arguments of `make_plans`; with them, batches are balanced only if that is predicted to make the first one
-    faster than contiguous and zigzag shards.
+    Batches without packed documents are cut by zigzag.
+
+    patterns: the distinct masks of the layers, without documents.
+    weights: the number of layers with each mask.
+    most_runs: the most runs of adjacent tokens on a rank; recurrent layers need few.
+    sizes: arguments of `make_plans`. With them, batches are balanced only if the first one is predicted to be faster
+        balanced than in contiguous or zigzag shards.
     """
 
     patterns: tuple[Pattern, ...]
@@ -151,10 +153,11 @@ def cut_rows(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
 ) -> Tensors:  # fmt: skip
-    """`shard_batch` without a decoder; `alone` names an attention implementation, such as "sdpa".
+    """`shard_batch` without a decoder.
 
-    With `alone`, rows without packed documents have the loss that one process has with it. It counts labels on padding,
-    and counts padding as positions if the model's first position is 0.
+    alone: an attention implementation, such as "sdpa": rows without packed documents then have the loss that one
+        process has with it, which counts labels on padding and, if the model's first position is 0, padding as
+        positions.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):

@@ -31,7 +31,7 @@ from .generation import STATE
 
 
 class _Frame(NamedTuple):
-    """The call that runs: of a parallelized model, or without a ring each row for itself."""
+    """The running call of a parallelized model; without a ring, every row is a sequence of its own."""
 
     ring: Any
     borders: Tensor | None = None

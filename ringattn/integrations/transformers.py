@@ -188,9 +188,9 @@ def parallelize(
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
     layout: how `shard_batch` or `Collator` cuts sequences: a name such as "zigzag", a Layout for batches of one length,
         or `LayerMasks.of(model)`, which balances the masks of all layers over the documents of each batch; with
-        whole=True "balanced" does this, and "auto" does it if the first packed batch is predicted to be faster than on
-        zigzag and contiguous shards. `generate()` cuts prompts by `layout` if that is a name other than these two, else
-        by zigzag.
+        whole=True "balanced" does this, and "auto" does it if that is predicted to make the first packed batch faster
+        than zigzag and contiguous shards. `generate()` cuts prompts by `layout` if that is a name other than these two,
+        else by zigzag.
     whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
         rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
         ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.

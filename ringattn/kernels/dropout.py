@@ -31,8 +31,8 @@ class Dropout:
     seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
         torch's default CPU generator on rank 0, which gradient checkpointing restores for its recomputation.
 
-    Weights are told apart by their positions; if each element of a batch has its own documents, positions count through
-    the batch.
+    Positions decide which weights are dropped. If batch elements have documents of their own, positions count on from
+    one element to the next.
     """
 
     p: float

@@ -89,7 +89,10 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanSizes):
-    """The inputs of a plan; everything else is derived, lazily and per rank. Make a plan with `make_plan`."""
+    """A plan, as its inputs; the rest is derived, lazily and per rank. Make one with `make_plan`.
+
+    Its bytes, messages and pairs are counted exactly, not modelled.
+    """
 
     pattern: Pattern
     layout: Layout
@@ -268,11 +271,11 @@ class Plan(PlanSizes):
         return self.block_bytes(part.kind, count, as_sent=as_sent)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward. Counted."""
+        """Bytes that a rank (None: all ranks together) sends in the forward, or in the backward."""
         return sum(self.part_bytes(part) for hop in self._sends(rank, backward) for part in hop.parts)
 
     def messages(self, rank: int | None = None, *, backward: bool = False) -> int:
-        """Messages that a rank (None: all) sends in the forward, or in the backward. Counted."""
+        """Messages that a rank (None: all) sends in the forward, or in the backward."""
         return len(self._sends(rank, backward))
 
     def full_ring_bytes(self, *, backward: bool = False) -> int:
@@ -284,7 +287,7 @@ class Plan(PlanSizes):
         return (self.ranks - 1) * sum(blocks)
 
     def pairs(self, rank: int | None = None) -> int:
-        """(query, key, head, branch) pairs that a rank (None: all) computes. Counted."""
+        """(query, key, head, branch) pairs that a rank (None: all) computes."""
         if rank is not None and self.ulysses_size > 1:
             ring_plan, place = self.ring_plan(rank)
             return ring_plan.pairs(place)
@@ -294,12 +297,12 @@ class Plan(PlanSizes):
 
     @property
     def density(self) -> float:
-        """Pairs / (heads x queries x keys): 1 is full attention; each branch adds its own pairs. Counted."""
+        """Pairs / (heads x queries x keys): 1 is full attention; each branch adds its own pairs."""
         return self.pairs() / max(self.heads * self.q_tokens * self.tokens, 1)
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the busiest rank / mean pairs per rank; 1 is perfect balance. Counted."""
+        """Pairs of the busiest rank / mean pairs per rank; 1 is perfect balance."""
         total = self.pairs()
         return max(map(self.pairs, range(self.ranks))) * self.ranks / total if total else 1.0
 
@@ -361,7 +364,7 @@ class Plan(PlanSizes):
         return plan
 
     def picture(self, *, ascii: bool = False, width: int | None = None) -> str:
-        """The forward as text, rank x step: the computed share of each visit's pairs, and which steps send.
+        """The forward as text: for each rank and step, how full the computed block of pairs is, and whether it sends.
 
         At most `width` columns wide (None: as wide as the terminal).
         """

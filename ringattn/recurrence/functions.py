@@ -1,7 +1,8 @@
-"""What computes the pieces of one rank: chunked functions in plain torch, and those of installed libraries.
+"""Recurrences over the pieces of one rank: chunked functions in plain torch, and those of installed libraries.
 
-All take flat rows [1, T, ...] of pieces that `cu_seqlens` [pieces + 1] delimits, and an initial state for each piece.
-States are fp32, fp64 for fp64. A piece has at least one row.
+A piece is the part of one document, in one batch row, that lies in one run of the rank's positions (`runs.Piece`).
+Functions take the flat rows [1, T, ...] of all pieces, which `cu_seqlens` [pieces + 1] delimits, and an initial state
+for each. States are fp32, fp64 for fp64. A piece has at least one row.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.base import wide
 
-#: Rows of a chunk: with one decay for each head, or one for each channel, whose products need [rows, rows, channels].
+#: Rows of a chunk with one decay per head, and with one per channel, whose products are [rows, rows, channels].
 CHUNK, CHANNEL_CHUNK = 64, 16
 #: With decays for each channel this many chunks are computed at a time.
 AT_ONCE = 64
-#: Where the functions of libraries are, by ours.
+#: The module and name of the library function that replaces each of ours on GPUs.
 LIBRARIES = {
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),

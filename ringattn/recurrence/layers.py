@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: A rank's flat inputs, each [1, rows, ...].
 Rows = tuple[Tensor, ...]
 Shape = tuple[int, ...]
-#: What computes pieces: (flat inputs, cu_seqlens, initial states or None, whether to return final states).
+#: Computes pieces: (flat inputs, cu_seqlens, initial states or None, whether to return final states).
 Compute = Callable[..., tuple[Tensor, Tensor | None]]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -194,9 +194,9 @@ def gated_delta_rule(
     initial_state: [B, HV, K, V] before the first token, equal on all ranks; only the rank of the first token gets its
         gradient. It belongs to the first document.
     scale: default 1 / sqrt(K).
-    function: what computes the pieces of a rank, with the arguments of flash-linear-attention's chunk_gated_delta_rule
-        (or chunk_kda), cu_seqlens included. None: those functions if flash-linear-attention is installed and tensors
-        are on a GPU, else plain torch.
+    function: computes this rank's tokens, one sequence for each run and document; takes the arguments of
+        flash-linear-attention's chunk_gated_delta_rule (or chunk_kda), with cu_seqlens. None: those functions if
+        flash-linear-attention is installed and tensors are on a GPU, else plain torch.
     where: at most one of group, mesh, transport, as in `ring_attention`, and ranks, a number of virtual ranks in this
         process: tensors then hold the rows of all ranks in natural order.
 
@@ -252,10 +252,10 @@ def ssd(
     Per token S = exp(dt A) S + dt x B^T and y = S C, with S [P, N] for each head.
 
     x [B, n, H, P], dt [B, n, H] (positive: after softplus and bias), B and C [B, n, G, N]: the rows of this rank; G
-    divides H. A [H], negative. initial_state: [B, H, P, N]. The skip D x and the gate are the caller's.
+    divides H. A [H], negative. initial_state: [B, H, P, N]. The caller adds the skip D x and applies the gate.
 
-    function: what computes the pieces of a rank, with the arguments of `recurrence.functions.ssd`; None: mamba_ssm's
-        where it is installed and the tensors are on a GPU, else plain torch.
+    function: computes this rank's tokens; takes the arguments of `recurrence.functions.ssd`. None: mamba_ssm's function
+        if that is installed and tensors are on a GPU, else plain torch.
 
     The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, H, P], state [B, H, P, N]).
     """
@@ -281,8 +281,8 @@ def selective_scan(
     x, dt [B, n, D] (dt after softplus and bias), B and C [B, n, N]: the rows of this rank. A [D, N], negative.
     initial_state: [B, D, N].
 
-    function: what computes the pieces of a rank, with the arguments of `recurrence.functions.selective_scan`; None:
-        plain torch.
+    function: computes this rank's tokens; takes the arguments of `recurrence.functions.selective_scan`. None: plain
+        torch.
 
     The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, D], state [B, D, N]).
     """
