@@ -153,6 +153,15 @@ def test_the_public_names_exist() -> None:
         ringattn.ring_atention  # noqa: B018
 
 
+def test_type_checkers_see_the_public_names_where_programs_find_them() -> None:
+    import ringattn
+
+    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    seen = {alias.name: node.module or alias.name for node in imports for alias in node.names}
+    assert seen == {**ringattn._HOMES, "nn": "nn", "train": "train"}
+
+
 def test_module_names_are_not_function_names() -> None:
     import ringattn
 
