@@ -37,11 +37,11 @@ class Centre:
         takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
         self.moves = fits and takes
         if self.moves:
-            largest = (q[:, :, :1].double() * self.of_queries).contiguous().sum(-1).abs().max() * scale
+            largest = (q[:, :, :1].double() * self.of_queries).contiguous().sum(-1).abs().max()
             if q.is_cpu:
-                self.moves = LARGE < float(largest) < inf
+                self.moves = LARGE < largest.item() * scale < inf
             else:  # without a wait of the host for the device: a key of zeros stands for none
-                large = (largest > LARGE) & (largest < inf)
+                large = (largest * scale > LARGE) & (largest * scale < inf)
                 self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
 
     def keys(self, k: Tensor, of: AllRows | RowSet = ALL_ROWS, *, wider: bool = False) -> Tensor:
