@@ -106,9 +106,7 @@ def find_slot(shifts: Shifts, position: int) -> int:
 def _shorten(shifts: Sequence[tuple[int, int | None]]) -> Shifts:
     """Drop shifts overwritten at the same slot, and shifts that change nothing."""
     kept: list[tuple[int, int | None]] = []
-    for shift in shifts:
-        if kept and kept[-1][0] == shift[0]:
-            kept.pop()
+    for shift in dict(shifts).items():
         if not kept or kept[-1][1] != shift[1]:
             kept.append(shift)
     return tuple(kept)

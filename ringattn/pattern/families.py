@@ -350,15 +350,13 @@ def _nearest_runs(row: int, kept: int, total: int) -> list[range]:
     else:
         # The rest of the row holds the other distances up to `reach`, found by bisection, and perhaps one block more.
         spare = kept - 1 - len(powers)
-        reach, beyond = 0, max(left, right) + 1
-        while beyond - reach > 1:
-            middle = (reach + beyond) // 2
-            if _count_non_powers(min(middle, left)) + _count_non_powers(min(middle, right)) <= spare:
-                reach = middle
-            else:
-                beyond = middle
+
+        def count(reach: int) -> int:
+            return _count_non_powers(min(reach, left)) + _count_non_powers(min(reach, right))
+
+        reach = bisect_right(range(max(left, right) + 1), spare, key=count) - 1
         near = range(row - min(reach, left), row + min(reach, right) + 1)
-        if _count_non_powers(min(reach, left)) + _count_non_powers(min(reach, right)) < spare:
+        if count(reach) < spare:
             powers.append(row - reach - 1)
     return sorted([near, *(range(j, j + 1) for j in powers)], key=lambda run: run.start)
 
