@@ -225,7 +225,8 @@ class TorchDist:
     @property
     def channel(self) -> Channel:
         """The channel on which ranks compare their calls. The first use is collective."""
-        channel = get_channel(self.group, self.timeout)
+        group = self.group
+        channel = find_channel(group) or get_channel(group, self.timeout)
         if "nccl" in self._backends.values():
             channel.on_error = self._abort
         return channel
