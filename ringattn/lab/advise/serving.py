@@ -86,8 +86,13 @@ class Serving:
             miss = self.describe_miss(question.gpus)
             return f"{what}: fits on no number of GPUs up to {question.gpus}; {miss} [modelled]."
         if gpus is None:
-            least = duration(min(one.seconds for one in self.best.values()))
-            return f"{what}: no number of GPUs up to {question.gpus} is fast enough; the best take {least} [modelled]."
+            count, one = min(self.best.items(), key=lambda found: found[1].seconds)
+            assert question.within is not None, "without a limit the fastest is chosen"
+            return (
+                f"{what}: no number of GPUs up to {question.gpus} gives the {question.waits_for}{limit}; at best it "
+                f"takes {duration(one.seconds)}, {one.seconds / question.within:.3g} times the limit, on "
+                f"{plural(count, 'GPU')} with {one.parallel.name} [modelled]."
+            )
         one = self.best[gpus]
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "

@@ -15,6 +15,7 @@ from ringattn.lab.advise.serving import ServingQuestion, serve
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel, Software
+from ringattn.text import duration
 
 MODEL = ModelConfig("tiny", 2, 256, 8, 4, 32, 512, 1024)
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=4)
@@ -47,7 +48,10 @@ def test_the_best_of_each_number_is_what_loops_find(phase: str, users: int) -> N
         limited = serve(ask(phase=phase, users=users, within=seconds))
         assert limited.chosen == first and f"{first} GPU" in limited.verdict and "are the fewest" in limited.verdict
     impossible = serve(ask(phase=phase, users=users, within=1e-9))
-    assert impossible.chosen is None and "no number of GPUs up to 4 is fast enough" in impossible.verdict
+    gpus, words = serving.chosen, impossible.verdict
+    assert gpus is not None and impossible.chosen is None and "no number of GPUs up to 4 gives" in words
+    assert f"{gpus} GPU" in words and serving.best[gpus].parallel.name in words and duration(times[gpus]) in words
+    assert f"{times[gpus] / 1e-9:.3g} times the limit" in words
 
 
 def test_what_does_not_fit_has_bytes_and_no_time() -> None:
