@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -102,36 +102,51 @@ class Advice:
     @property
     def changes(self) -> list[str]:
         """What else would change the verdict, one sentence each: the kernel, tokens, memory, and prices."""
-        best, lines = self.best[0], list[str]()
-        if self.libraries:
-            others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
-            why = ", which torchtitan's attention uses on this GPU" if best.library == torch_library(best.offer) else ""
-            lines.append(f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}.")
+        return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
+
+    def _kernel_change(self) -> list[str]:
+        """The times with other libraries; empty if there are none."""
+        best = self.best[0]
+        if not self.libraries:
+            return []
+        others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
+        why = ", which torchtitan's attention uses on this GPU" if best.library == torch_library(best.offer) else ""
+        return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
+
+    def _length_changes(self) -> Iterator[str]:
+        """The best candidate at each of LENGTHS."""
+        best, most = self.best[0], self.words[1]
         for factor, one in zip(LENGTHS, self.lengths, strict=True):
-            tokens = max(int(self.question.tokens * factor), 1)
-            nothing = f"nothing fits on {describe_place(best)}"
-            found = nothing if one is None else f"the {self.words[1]} is {one.name}, {one.choices}"
-            lines.append(f"Tokens: at {tokens:,} {found}.")
+            found = f"nothing fits on {describe_place(best)}"
+            if one is not None:
+                is_same = (one.name, one.choices) == (best.name, best.choices)
+                found = f"this candidate stays the {most}" if is_same else f"the {most} is {one.name}, {one.choices}"
+            yield f"Tokens: at {max(int(self.question.tokens * factor), 1):,} {found}."
+
+    def _memory_change(self) -> str:
+        """What more memory would allow."""
+        best = self.best[0]
         too_large = self.found[best.offer.name, best.step.gpus].too_large
         faster = [one for one in too_large if one.seconds < best.seconds * (1 - WORTH)]
-        if faster:
-            one = min(faster, key=lambda one: one.step.bytes)
-            lines.append(
-                f"Memory: with {size(one.step.bytes)} on each GPU, {one.name}, {one.choices}, could fit, and take up "
-                f"to {1 - one.seconds / best.seconds:.0%} less time."
-            )
-        else:
-            lines.append(f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time.")
+        if not faster:
+            return f"Memory: more would not help; nothing that does not fit could take {WORTH:.0%} less time."
+        one = min(faster, key=lambda one: one.step.bytes)
+        return (
+            f"Memory: with {size(one.step.bytes)} on each GPU, {one.name}, {one.choices}, could fit, and take up to "
+            f"{1 - one.seconds / best.seconds:.0%} less time."
+        )
+
+    def _price_changes(self) -> Iterator[str]:
+        """The price at which each other machine would be the cheapest."""
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
         for other in dearer:
             assert first.offer.price is not None and other.offer.price is not None
             price = other.offer.price * first.cost / other.cost if other.cost else 0.0
-            lines.append(
+            yield (
                 f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
                 f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
             )
-        return lines
 
     def value(self, candidate: TrainingCandidate) -> float:
         """The sort key: seconds or cost of 1e9 tokens."""

@@ -11,7 +11,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.lab.advise.advice import advise, nearest_miss, span
+from ringattn.lab.advise.advice import LENGTHS, advise, nearest_miss, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.parallel import Parallel
@@ -111,7 +111,11 @@ def test_bands_decide_how_sure_the_order_is() -> None:
         close = [one for one in advice.best[1:] if advice.value(one) <= most * advice.value(advice.best[0])]
         assert any("published steps" in line for line in advice.doubts)
         assert bool(close) == any("not distinguishable" in line for line in advice.doubts)
-        words = " ".join([advice.verdict, *advice.changes])
+        words, first = " ".join([advice.verdict, *advice.changes]), advice.best[0]
+        for factor, one in zip(LENGTHS, advice.lengths, strict=True):
+            stays = one is not None and (one.name, one.choices) == (first.name, first.choices)
+            end = f"at {int(65536 * factor):,} this candidate stays the {'fastest' if by == 'time' else 'cheapest'}."
+            assert (end in words) == stays
         assert ("fastest" in words.lower() or "faster" in words) == (by == "time")
     assert [one.cost for one in advice.pareto] == sorted((one.cost for one in advice.pareto), reverse=True)
     assert not any(
