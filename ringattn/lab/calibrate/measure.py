@@ -119,7 +119,7 @@ def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Ca
     cases = list_cases(settings.rows, ranks.size) if ranks.size > 1 else []
     rounds = []
     for number in ranks.rounds(settings):
-        tell(f"round {number + 1}")
+        tell(f"round {number + 1} of at least {settings.repeat}; a round can take minutes")
         rounds.append(Round.measure(ranks, kernel, settings, cases, first=not number))
     return _fit(ranks, settings, join(rounds), cases, base)
 

@@ -124,3 +124,6 @@ def _print(calibration: Calibration) -> None:
     get_console().print()
     texts = {"passes": counts, "measured / modelled": spread, "  90 % interval": bounds}
     print_numbers("", [Number(name, text, "measured") for name, text in texts.items()])
+    if len(ratios) == len(calibration.passes):
+        text = "note: each kind of pass ran once, so the interval lacks the spread of runs; try repeat=5"
+        get_console().print(text, soft_wrap=True)

@@ -187,7 +187,9 @@ def test_rounds_are_joined() -> None:
     assert found.runs == [(1.0, 5.0)] * 2
 
 
-def test_passes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0, 1.0), 1.0)]
-    print_calibration(Calibration(machine(times(), residuals=((1.0, 1.0),) * 2), {}, {}, passes))
-    assert "1 kind, 2 runs" in capsys.readouterr().out
+@pytest.mark.parametrize(("repeat", "counts"), [(1, "1 kind, 1 run"), (2, "1 kind, 2 runs")])
+def test_one_run_of_each_pass_has_no_spread(repeat: int, counts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    passes = [Pass(PassCase("Full()", "contiguous", 64, False), (1.0,) * repeat, 1.0)]
+    print_calibration(Calibration(machine(times(), residuals=((1.0, 1.0),) * repeat), {}, {}, passes))
+    told = capsys.readouterr().out
+    assert counts in told and ("lacks the spread of runs; try repeat=5" in told) == (repeat == 1)
