@@ -86,7 +86,7 @@ class BenchCase:
     #: Replaces the runner's timing, for cases that the host's clock cannot time. Receives the context and the number of
     #: rounds; returns raw numbers like `runner.measure_case`, with "details" for `summarise`. Columns may be missing.
     measure: Callable[[Context, int], dict[str, Any]] | None = None
-    #: Counts something after the timing, on all ranks; the numbers are stored under "details".
+    #: Called on every rank at the end; what rank 0 returns is stored under "details".
     count: Callable[[Context], dict[str, Any]] | None = None
     #: Seconds after which the processes of the case are killed.
     timeout: float = 3600.0
@@ -108,7 +108,8 @@ class BenchSuite:
     `conclude` returns a sentence and whether the target is met, None without a target. `check` receives the folder of
     the results before anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`,
     `about` and `claim` (a figure of an earlier report, and what it had really measured) are for the reader. `bars` is
-    the plot's title and the columns of the summaries that it shows; without it the plot compares ratios, or times.
+    the plot's title and, by legend, the columns of the summaries that it shows; without it the plot compares ratios, or
+    times.
     """
 
     cases: Callable[[], list[BenchCase]]
@@ -117,7 +118,7 @@ class BenchSuite:
     title: str = ""
     about: tuple[str, ...] = ()
     claim: tuple[str, str] | None = None
-    bars: tuple[str, tuple[str, ...]] | None = None
+    bars: tuple[str, dict[str, str]] | None = None
 
 
 def get_summary(record: CaseRecord) -> list[dict[str, Any]]:

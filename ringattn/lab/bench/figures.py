@@ -67,8 +67,8 @@ def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Row
         title, names = suite.bars
         rows: dict[str, dict[str, Bar]] = {}
         for case in cases:
-            values = {name: [row[name] for row in get_summary(case)] for name in names}
-            rows[_label(case)] = {name: (statistics.median(x), min(x), max(x)) for name, x in values.items()}
+            values = {legend: [row[name] for row in get_summary(case)] for legend, name in names.items()}
+            rows[_label(case)] = {legend: (statistics.median(x), min(x), max(x)) for legend, x in values.items()}
         return title, rows, lambda value: f"{value:g}", None
     ratios: dict[str, dict[str, Bar]] = {}
     for case in cases:

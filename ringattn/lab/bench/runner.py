@@ -94,11 +94,11 @@ def make_header(
 
 
 def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
-    """The time left in words, by the weights of the cases; empty before the first case is done."""
+    """The time left in words, by the weights of the cases; before the first case is done, that a case can be long."""
     weights = sum(case.weight for case in cases if case.name in done)
     took = sum(record.get("took", 0.0) for record in done.values())
     left = sum(case.weight for case in cases if case.name not in done)
-    return f", about {duration(took / weights * left)} left" if weights else ""
+    return f", about {duration(took / weights * left)} left" if weights else ", each of which can take minutes"
 
 
 def run_case(case: BenchCase, header: dict[str, Any], done: dict[str, CaseRecord]) -> CaseRecord:
@@ -166,10 +166,12 @@ def classify(error: Exception) -> str:
 
 
 def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -> dict[str, Any]:
-    """Raw numbers of one rank, from a warm-up, a check of results, `repeat` rounds of all columns, and a memory run.
+    """The raw numbers of one rank: of `repeat` rounds, or fewer if `case.rounds` says so.
 
-    {"times": seconds by column, "errors": by name, "peaks": bytes by column}, with {"details": {"missing": reasons by
-    column}} where columns may be missing; or {"bytes": by round, "allowed": bytes, "errors": {}}.
+    Of a case with `formula_bytes`: {"bytes": of each round, "allowed": bytes, "errors": {}}. Of a case with `measure`:
+    what it returns. Of all others, whose columns run once to warm up and to be checked, then in turns, and then once
+    more for their memory: {"times": seconds by column, "errors": by name, "peaks": bytes by column}, and {"details":}
+    with the reasons of `missing` columns and what `count` returns, if the case has either.
     """
     context = Context(rank, case.ranks, case.settings, hosts)
     repeat = min(repeat, case.rounds or repeat)

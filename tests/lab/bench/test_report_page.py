@@ -22,8 +22,10 @@ PROBE = """
   const before = column(); press(); const up = column(); press(); const down = column();
   const figures = [...document.querySelectorAll("svg")].map(x => x.getBoundingClientRect());
   const shown = figures.filter(x => x.width > 200 && x.height > 100 && x.right <= innerWidth).length;
+  const first = getComputedStyle(table.rows[1].cells[0]).position;
   const wide = document.documentElement.scrollWidth, color = getComputedStyle(document.body).backgroundColor;
-  document.title = JSON.stringify({before, up, down, shown, figures: figures.length, wide, room: innerWidth, color});
+  const numbers = {shown, figures: figures.length, wide, room: innerWidth};
+  document.title = JSON.stringify({before, up, down, color, first, ...numbers});
 """
 
 
@@ -76,6 +78,14 @@ def test_stored_results_have_a_page(site: tuple[Path, dict[Path, BenchReport]], 
             assert text.index("<h2>every column") == text.rindex("<h2>", 0, text.rindex("<table")), path
 
 
+def test_legends_are_words(stored: dict[Path, str]) -> None:
+    legends = {"loss": ("all logits at once", "by chunks"), "host": ("forward", "backward")}
+    for suite, names in legends.items():
+        (text,) = (text for path, text in stored.items() if path.name.startswith(f"{suite}_"))
+        figure = text[text.index("<svg") : text.index("</svg>")]
+        assert all(f">{name}</text>" in figure for name in names) and not re.search(r">\w+_\w+</text>", figure)
+
+
 def test_the_site_has_every_page(site: tuple[Path, dict[Path, BenchReport]]) -> None:
     folder, _ = site
     links = re.findall(r'href="([^"#]+\.html)"', (folder / "index.html").read_text())
@@ -98,7 +108,7 @@ def test_the_page_in_a_browser(scheme: str, page: str, tmp_path: Path) -> None:
     found = probe(page, PROBE, tmp_path, scheme)
     assert found["up"] == sorted(found["before"], key=lambda x: (x == "", to_seconds(x))) != found["before"]
     assert [x for x in found["down"] if x] == [x for x in found["up"] if x][::-1]
-    assert found["shown"] == found["figures"] == 2 and found["wide"] <= found["room"]
+    assert found["shown"] == found["figures"] == 2 and found["wide"] <= found["room"] and found["first"] == "sticky"
     assert found["color"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 28)"}[scheme]
 
 

@@ -223,5 +223,5 @@ SUITE = BenchSuite(
     list_cases,
     _conclude,
     title="The pick of auto against the best schedule",
-    bars=("time of auto's choice over the best", ("auto / best",)),
+    bars=("time of auto's choice over the best", {"auto / best": "auto / best"}),
 )

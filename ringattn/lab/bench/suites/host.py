@@ -171,5 +171,5 @@ SUITE = BenchSuite(
     list_cases,
     _conclude,
     title="What a call costs the host",
-    bars=("milliseconds of the host a call", ("forward_ms", "backward_ms")),
+    bars=("milliseconds of the host a call", {"forward": "forward_ms", "backward": "backward_ms"}),
 )

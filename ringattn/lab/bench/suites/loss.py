@@ -90,5 +90,5 @@ SUITE = BenchSuite(
     list_cases,
     _conclude,
     title="The loss by chunks against all logits at once",
-    bars=("peak memory in MiB", ("plain_peak_mib", "chunks_peak_mib")),
+    bars=("peak memory in MiB", {"all logits at once": "plain_peak_mib", "by chunks": "chunks_peak_mib"}),
 )

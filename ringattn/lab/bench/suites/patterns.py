@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.nn.functional import scaled_dot_product_attention
+
 from ....call.functional import attention
 from ....call.planner import make_plan
 from ....dtypes import ITEM_BYTES
 from ....pattern import parse_pattern
 from ....simulator.numerics.oracle import oracle_rows_alone, sampled_rows
-from ..calls import BACKWARD_WORK, check_error, make_backward, make_inputs, make_ours, make_single
+from ..calls import BACKWARD_WORK, check_error, make_alone, make_backward, make_inputs, make_ours
 from ..case import HEAD_DIM, HEADS, BenchCase, BenchColumn, BenchSuite, Context, Ratio, Run, make_settings
 
 TOKENS = 8192
@@ -78,9 +80,9 @@ def _rate_case(name: str, pattern: str, target: float | None) -> BenchCase:
     return BenchCase(
         name,
         1,
-        make_settings(TOKENS, pattern=pattern, causal=False, density=plan.density),
+        make_settings(TOKENS, pattern=pattern, density=plan.density),
         (
-            BenchColumn("dense", 1, make_single),
+            BenchColumn("dense", 1, partial(make_alone, attend=scaled_dot_product_attention)),
             BenchColumn("forward", 1, make_ours),
             BenchColumn("backward", 1, _make_backward),
         ),
