@@ -83,7 +83,8 @@ def test_points_of_nothing_are_rows_with_their_reason(
     table = run(study(tmp_path, axes, study={"execute": budget, "extrapolate": "1G"}))
     assert [row["status"] for row in table.rows] == ["ok", "refused", "ok"]
     assert [row["tokens"] for row in table.rows] == tokens and words in table.rows[1]["why"]
-    assert words in text_of(tmp_path / "report.html")
+    text = text_of(tmp_path / "report.html")
+    assert words in text and ("Nothing is extrapolated: this needs" in text) == ("[extrapolated]" not in text)
 
 
 def test_tokens_that_shards_would_set_are_refused() -> None:
