@@ -209,7 +209,7 @@ def choose_rectangle(
     for name in () if schedule else list_schedules(first, machine)[1:]:
         fastest = min(candidate.seconds for candidate in plans)
         if fastest <= min(candidate.prediction.compute for candidate in plans if candidate.prediction) * EQUAL:
-            why = f"no schedule can take less than its visits, which is {duration(fastest)} within {EQUAL - 1:.0%}"
+            why = f"visits alone take the {duration(fastest)} of the best so far, within {EQUAL - 1:.0%}"
         elif machine.memory is not None and bound_memory(make(best.layout.base, name, best.rotate)) > machine.memory:
             why = "it does not fit into the memory of a rank"
         else:
@@ -350,7 +350,9 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
     prediction = best.prediction
     assert prediction is not None
     share = prediction.exposed / prediction.seconds if prediction.seconds else 0.0
-    waits = f"{share:.0%} of it waiting" if prediction.messages else "no messages"
+    waits = "no messages"
+    if prediction.messages:
+        waits = f"{'less than 1%' if share < 0.01 else f'{share:.0%}'} of it waiting"
     text = f"{best} is predicted to take {duration(prediction.seconds)}, {waits}"
     if rates.cores is not None:
         ranks = min(rates.machine.ranks_per_node, rates.plan.ranks)
@@ -359,8 +361,8 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
         return text
     other = others[0]
     ratio = other.seconds / prediction.seconds if prediction.seconds else 1.0
-    if ratio < 1:
-        return f"{text}; {other} takes {1 - ratio:.1%} less, too little to give up the simpler choice"
+    if ratio <= EQUAL:
+        return f"{text}; {other} takes the same time within {EQUAL - 1:.0%}, and the simpler of the two is chosen"
     return f"{text}; the next, {other}, takes {ratio:.2f} times as long"
 
 

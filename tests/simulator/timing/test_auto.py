@@ -149,6 +149,17 @@ def test_lookups_of_plans_with_ulysses_groups_are_counted() -> None:
     assert count_lookups(make_plan(Causal(), tokens=1 << 26, ranks=1 << 16, schedule="ulysses(4)", heads=4), 3) is None
 
 
+def test_the_reason_says_what_waits_and_how_near_the_next_is() -> None:
+    window = Causal() & Window(63)
+    for pattern, bandwidth, words in (
+        (Full(), 1e10, "less than 1% of it waiting"),
+        (Full(), 1e8, "95% of it waiting; the next, ulysses(2, ring) on contiguous, takes 1.29 times as long"),
+        (window, 1e8, "; direct on contiguous takes the same time within 2%, and the simpler of the two is chosen"),
+    ):
+        choice = chosen(pattern, 4, FLAT.changed(bandwidth=bandwidth, latency=0.0), layout="contiguous").choice
+        assert choice is not None and choice.reason.endswith(words)
+
+
 @pytest.mark.parametrize("schedule", ["ring", "direct", "allgather", "ulysses(2, ring)", "ulysses(4, ring)"])
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_ranks_that_share_cores_compute_longer(schedule: str, ranks: int) -> None:
