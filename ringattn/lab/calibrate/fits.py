@@ -39,7 +39,7 @@ def fit_kernel_times(
 
     A dense sample whose number of keys differs from every number of rows is ragged: ragged keys get the factor (its
     rate / the rate of the grid), at most 1. A rate is FLOPs / (median seconds - overhead); at most nine tenths of the
-    median count as overhead. Raises InvalidInput where the grid has a gap.
+    median count as overhead.
     """
     grids = []
     for shape in SHAPES:
@@ -48,9 +48,6 @@ def fit_kernel_times(
             sizes = {rows for rows, _ in by_size} if shape == "dense" else {keys for _, keys in by_size}
             ragged = [by_size.pop(x) for x in sorted(by_size, key=lambda size: size[1]) if x[1] not in sizes]
             rows, keys = (tuple(sorted({size[axis] for size in by_size})) for axis in (0, 1))
-            missing = [(r, k) for r in rows for k in keys if (r, k) not in by_size]
-            if missing:
-                raise InvalidInput(f"samples of {shape} tiles: {missing[0]} missing; measure all rows x keys")
             rates = tuple(tuple(_rate(by_size[r, k], overhead[backward]) for k in keys) for r in rows)
             grid = TimeGrid(shape, backward, rows, keys, rates)
             if ragged:
@@ -68,10 +65,8 @@ def _rate(sample: Sample, overhead: float) -> float:
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     """The latency >= 0 and bandwidth with the least sum of squared relative errors: weighted linear least squares.
 
-    Raises InvalidInput for fewer than two sizes, and for times that do not grow with the sizes.
+    Raises InvalidInput for times that do not grow with the sizes.
     """
-    if len(sizes) < 2 or len(set(sizes)) < 2:
-        raise InvalidInput(f"sizes={list(sizes)}: fitting a line to message times needs at least two sizes")
     latency, slope = _fit_line([(1 / t**2, m, t) for m, t in zip(sizes, seconds, strict=True)])
     if slope <= 0:
         raise InvalidInput(

@@ -38,10 +38,9 @@ def test_a_line_is_the_best_in_relative_squares(noise: tuple[float, ...]) -> Non
 def test_a_line_has_no_negative_start_and_needs_growing_times() -> None:
     found = fits.fit_link([1e6, 2e6, 4e6], [0.8e-3, 2e-3, 4.4e-3])
     assert found.latency == 0.0 and found.bandwidth > 0
-    with pytest.raises(InvalidInput, match="do not grow"):
-        fits.fit_link([1e3, 1e6], [2.0, 1.0])
-    with pytest.raises(InvalidInput, match="at least two sizes"):
-        fits.fit_link([1e3, 1e3], [1.0, 1.0])
+    for sizes, seconds in (([1e3, 1e6], [2.0, 1.0]), ([1e3, 1e3], [1.0, 1.0])):
+        with pytest.raises(InvalidInput, match="do not grow"):
+            fits.fit_link(sizes, seconds)
 
 
 def test_kernel_times_recover_overhead_and_rates() -> None:
@@ -67,8 +66,6 @@ def test_kernel_times_recover_overhead_and_rates() -> None:
                 assert grid.rate(rows, keys) == pytest.approx(peak * rows / (rows + 50), rel=1e-2)
             factors = [grid.rate(rows, odd) / grid.rate(rows, whole) for odd, whole in ((100, 112), (361, 368))]
             assert factors == pytest.approx([0.8 if shape == "dense" else 1.0] * 2, rel=1e-2)
-    with pytest.raises(InvalidInput, match="missing"):
-        fits.fit_kernel_times([s for s in samples if (s.rows, s.keys) != (256, 64)], t0, 64, "float32")
 
 
 @pytest.mark.parametrize(("most_bytes", "orders"), [(1 << 30, [[0, 1, 0, 1]]), (1, [[0, 0], [1, 1]])])
