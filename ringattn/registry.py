@@ -41,7 +41,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return points
 
     def check_installed(self) -> None:
-        """Raise InvalidInput if no entry point of this kind is installed; for kinds that ringattn itself provides."""
+        """Raise InvalidInput if no entry point of this kind is installed, because ringattn's installation is outdated.
+
+        For kinds of which ringattn itself declares entry points.
+        """
         if not self.installed:
             raise InvalidInput(
                 f"the installed ringattn declares no {self.kind}: it was installed before its source had them; install "

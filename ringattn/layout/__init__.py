@@ -57,22 +57,26 @@ class Layout(Numbered, ABC):
 
     @property
     def digest(self) -> str:
-        """Text that tells apart layouts with equal `name`, `tokens` and `ranks`; "" if these determine the layout."""
+        """Text that distinguishes layouts with equal `name`, `tokens` and `ranks`; "" if these are enough."""
         return ""
 
     @property
     def base(self) -> Layout:
-        """The layout of one batch row: `self`, unless batch rows lie one after another (`stacked` > 1)."""
+        """The layout of a single batch row; `self` unless this layout joins several batch rows (`stacked` > 1)."""
         return self
 
     @property
     def stacked(self) -> int:
-        """The number of batch rows that lie one after another; 1 for the layout of a single sequence."""
+        """The number of batch rows that this layout joins end to end; 1 for a single sequence."""
         return 1
 
     @property
     def domain(self) -> tuple[range, ...]:
-        """All positions, as ascending runs: one, 0 .. tokens-1, except in `Stacked` and in `layout.composed`."""
+        """All positions of the layout, as ascending ranges of adjacent positions.
+
+        Usually the one range 0 .. tokens-1; `Stacked` and the layouts in `layout.composed` may have several ranges, or
+        start elsewhere.
+        """
         return nonempty(range(self.tokens))
 
     def shard(self, rank: int) -> tuple[range, ...]:
@@ -92,7 +96,7 @@ class Layout(Numbered, ABC):
 
     @cached_property
     def all_places(self) -> tuple[tuple[range, ...], ...]:
-        """The `places` of every rank."""
+        """Each rank's row indices, as ranges, in a tensor that holds all positions in ascending order."""
         return tuple(map(self.places, range(self.ranks)))
 
     @abstractmethod
@@ -101,10 +105,13 @@ class Layout(Numbered, ABC):
 
     @abstractmethod
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
-        """(ranges, exact): ranges that cover the shards of adjacent `ranks`; exact if they hold no other position."""
+        """(ranges, exact): ranges that together include every position owned by the adjacent `ranks`.
+
+        `exact` is True if the ranges include no position of another rank.
+        """
 
     def grouped(self, size: int) -> Layout:
-        """The layout of ranks / size ranks, each of which owns the shards of `size` adjacent ranks of this layout."""
+        """This layout with every `size` adjacent ranks merged into one rank, which owns all their positions."""
         return replace(self, ranks=self.ranks // size)
 
     def rows(self, rank: int) -> int:
@@ -140,27 +147,27 @@ class Layout(Numbered, ABC):
 
     @cached_property
     def is_cut(self) -> bool:
-        """Whether the shards, one after another, are the sequence."""
+        """Whether concatenating the shards in rank order gives the original sequence."""
         ends = accumulate(self.lengths, initial=0)
         return all(not p or p == (range(*run),) for p, run in zip(self.all_places, pairwise(ends), strict=True))
 
     @cached_property
     def single(self) -> bool:
-        """Whether every shard is one range at most."""
+        """Whether every rank's shard is empty or a single range."""
         return max(map(len, self.all_places)) <= 1
 
     def stack(self, x: Tensor) -> Tensor:
-        """The tensor x [B, H, n, ...] in the shape that this layout cuts: [1, H, B * n, ...] if rows are stacked."""
+        """Reshape x [B, H, n, ...] for sharding: to [1, H, B * n, ...] if this layout joins batch rows."""
         return x
 
     def unstack(self, x: Tensor) -> Tensor:
-        """The inverse of `stack`."""
+        """Undo `stack`: return the tensor in its original shape [B, H, n, ...]."""
         return x
 
     def unshard_tensor(self, shards: Sequence[Tensor], dim: int = -2) -> Tensor:
-        """The tensor of the whole sequence, from the shards of all ranks in rank order: the inverse of `shard_tensor`.
+        """Reassemble the whole sequence from all ranks' shards in rank order: the inverse of `shard_tensor`.
 
-        Raises InvalidInput for a wrong number of shards, or of rows in a shard.
+        Raises InvalidInput for a wrong number of shards, or a shard with the wrong number of rows.
         """
         if len(shards) != self.ranks:
             raise InvalidInput(
@@ -190,10 +197,11 @@ class Layout(Numbered, ABC):
         self, labels: Tensor, rank: int, *, dim: int = -1, fill: int = -100, distance: int = 1,
         documents: Documents | None = None,
     ) -> Tensor:  # fmt: skip
-        """The labels of `rank`: at position p the label of p + `distance`, or `fill` if its document ends before that.
+        """The labels of `rank`, shifted: at position p the label of position p + `distance`, or `fill`.
 
-        `labels` holds the whole sequence along `dim`: a single document, or the packed `documents`. Shifting a shard by
-        itself would lose labels at every border between shards. Raises InvalidInput unless `labels` has `tokens` rows.
+        `fill` stands where the document ends before position p + `distance`. `labels` holds the whole sequence along
+        `dim`, either as one document or as the packed `documents`; shifting each shard separately would lose labels at
+        the shard boundaries. Raises InvalidInput unless `labels` has `tokens` rows.
         """
         if labels.shape[dim] != self.tokens:
             raise self._wrong_rows(labels.shape[dim], self.tokens, "shift", dim)
@@ -242,10 +250,10 @@ def nonempty(*ranges: range) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Stacked(Layout):
-    """`count` batch rows, one after another, each cut by `row_layout`; `tokens` counts the tokens of all rows.
+    """A layout of `count` batch rows joined end to end; each row is sharded by `row_layout`.
 
-    Position p of row i is position i * stride + p. Sharding a tensor [1, H, count * N, D] gives the same rows as
-    sharding [count, H, N, D] by `row_layout`.
+    `tokens` is the total over all rows. Position p of row i becomes position i * stride + p. Each rank gets the same
+    rows from a tensor [1, H, count * N, D] as `row_layout` gives it from [count, H, N, D].
     """
 
     row_layout: Layout
@@ -304,5 +312,5 @@ class Stacked(Layout):
 
 
 def stack_rows(base: Layout, rows: int, stride: int) -> Stacked:
-    """The layout of `rows` batch rows, each cut by `base`; positions grow by `stride` from one row to the next."""
+    """A layout of `rows` batch rows joined end to end, each sharded by `base`; row i starts at position i * stride."""
     return Stacked(base.tokens * rows, base.ranks, base, rows, stride)

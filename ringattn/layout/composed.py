@@ -20,7 +20,7 @@ SPANS = 1 << 21
 
 @dataclass(frozen=True)
 class Composed(Layout):
-    """A layout of the positions of its `parts`; `tokens` is the number of these positions."""
+    """Base of layouts made of other layouts, `parts`; `tokens` is the total number of positions in the parts."""
 
     parts: tuple[Layout, ...]
 
@@ -71,7 +71,7 @@ class Composed(Layout):
 
 @dataclass(frozen=True)
 class Shifted(Composed):
-    """The positions of its only part, moved up by `first`."""
+    """A layout whose positions are those of its only part, each increased by `first`."""
 
     first: int
 
@@ -92,7 +92,7 @@ class Shifted(Composed):
 
 @dataclass(frozen=True)
 class Joined(Composed):
-    """The positions of several layouts without a common position. A rank's local rows are those of part after part."""
+    """Several layouts with disjoint positions as one; a rank's local rows are its rows of each part, in turn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,19 +107,23 @@ class Joined(Composed):
 
 
 def shift_layout(layout: Layout, first: int) -> Layout:
-    """The layout that cuts positions `first`, `first` + 1, .. as `layout` cuts 0, 1, .. InvalidInput if `first` < 0."""
+    """`layout` with every position increased by `first`, on the same rank. Raises InvalidInput if `first` < 0."""
     return Shifted(layout.tokens, layout.ranks, (layout,), first) if first else layout
 
 
 def join_layouts(layouts: Sequence[Layout]) -> Layout:
-    """The layout of all positions of `layouts`, such as a cache and a new chunk. Raises InvalidInput if two overlap."""
+    """One layout with all positions of `layouts`, such as those of a cache and of a new chunk.
+
+    Raises InvalidInput if two of the layouts share a position.
+    """
     return Joined(sum(part.tokens for part in layouts), layouts[0].ranks, tuple(layouts))
 
 
 def read_composed(name: str, tokens: int | None, make: Callable[[str, int | None], Layout]) -> Layout:
-    """The layout with a name such as "shifted(zigzag, 1000)"; `make` makes each part from its name and tokens.
+    """The shifted or joined layout with the given name, such as "shifted(zigzag, 1000)".
 
-    If `tokens` is None, the name gives the tokens. Raises InvalidInput for a name of no such layout.
+    `make` makes each part from its name and number of tokens. If `tokens` is None, the name must give the numbers of
+    tokens. Raises InvalidInput if `name` is not the name of a shifted or joined layout.
     """
     match = re.fullmatch(r"\s*(shifted|joined)\s*\((.*)\)\s*", name, re.DOTALL)
     kind, arguments = (match[1], split_commas(match[2])) if match else ("", [])

@@ -35,15 +35,16 @@ Shares = list[list[tuple[int, int]]]
 def pack(
     tokens: int, ranks: int, masks: Sequence[tuple[Pattern, int]], most_runs: int | None, dealt: Callable[[int], Layout]
 ) -> tuple[int, Shares] | None:
-    """(step, shares): the positions of each rank, counted in steps of `step` tokens. Pure.
+    """Choose each rank's positions; returns (step, shares), with positions counted in steps of `step` tokens.
 
-    The candidates are contiguous shards, zigzag shards, and documents that fill one rank after another (`_Filling`). Of
-    those that give no rank more than `BOUND` times the mean number of pairs, the one with the fewest received rows
-    wins. If there is none, `dealt(step)` is a candidate, too, and of those whose busiest rank has about the fewest
-    pairs, the one with the fewest received rows wins.
+    The candidates are contiguous shards, zigzag shards, and shards made by filling one rank after another with
+    documents (`_Filling`). Among candidates that give no rank more than `BOUND` percent of the mean number of pairs or
+    tokens, the one in which ranks receive the fewest rows wins. If there is no such candidate, `dealt(step)` is added,
+    and among the candidates whose busiest rank has nearly the fewest pairs, the one with the fewest received rows wins.
 
-    masks: (pattern, weight). most_runs: the most runs of adjacent positions on a rank. Returns None without tokens, or
-    if some query attends more than one run of keys.
+    masks: (pattern, weight) for each mask. most_runs: the largest allowed number of runs of adjacent positions on a
+    rank. Returns None if there are no tokens, or if some query attends more than one run of keys. Depends on its
+    arguments only.
     """
     step, masks = max(-(-tokens // CUTS), 1), [(pattern, weight) for pattern, weight in masks if weight]
     rows = [(row, weight) for x, weight in masks for row in ([x] if x.rows is None else map(x.row, range(x.rows)))]
@@ -157,11 +158,11 @@ class _Filling:
         return [_join(self.fill(rank)) for rank in range(self.ranks)]
 
     def count(self, first: int, end: int) -> int:
-        """The pairs of these positions."""
+        """The number of query-key pairs of the queries at positions first .. end - 1."""
         return self.pairs[end] - self.pairs[first]
 
     def put(self, first: int, end: int) -> None:
-        """Leave positions first .. end - 1 to other ranks."""
+        """Return positions first .. end - 1 to the pool, from which later ranks are filled."""
         if first < end:
             insort(self.pool, (self.count(first, end), first, end))
 
@@ -173,7 +174,11 @@ class _Filling:
             self.missing -= self.count(first, end)
 
     def deal(self) -> None:
-        """Deal parts, the most pairs first, to the emptiest ranks, whole or in zigzag pieces, where they fit."""
+        """Distribute parts, those with the most pairs first, to the ranks with the least load.
+
+        A part goes whole to one rank, or in zigzag pieces to several ranks. A part that would overload a rank stays in
+        the pool.
+        """
         (tokens, pairs), pool, self.pool = self.whole, self.pool, []
         loads = [[0.0, 0.0] for _ in range(self.ranks)]  # relative to the mean
         limit = 1 + self.far / 100
@@ -192,7 +197,7 @@ class _Filling:
                 loads[rank] = [loads[rank][0] + length, loads[rank][1] + work]
 
     def fill(self, rank: int) -> list[tuple[int, int]]:
-        """Choose the parts of `rank`, the next one to fill."""
+        """Choose the parts (first, end) that `rank` owns; call this for each rank in ascending order."""
         rest, self.share = self.ranks - rank, list[tuple[int, int]]()
         if rest == 1:
             return self.dealt[rank] + [(first, end) for _, first, end in self.pool]
@@ -220,7 +225,7 @@ class _Filling:
         return self.tokens > 0 and (self.tokens > self.below[0] or self.missing > self.below[1])
 
     def least(self, tokens: int, skip: int) -> int:
-        """An estimate of the fewest pairs of whole parts with `tokens` tokens in all, without part number `skip`."""
+        """Estimate the fewest pairs that `tokens` tokens of whole parts can have, without using part `skip`."""
         count = pairs = 0
         for i, (more, first, end) in enumerate(self.pool):
             if count >= tokens:
@@ -230,14 +235,14 @@ class _Filling:
         return pairs * tokens // count if count else 0
 
     def fits(self, i: int) -> bool:
-        """Whether the rank can take part i whole, and fill up with sparse parts."""
+        """Whether the rank can take all of part i and then fill up with parts that have few pairs."""
         pairs, first, end = self.pool[i]
         tokens, missing = self.tokens - (end - first), self.missing - pairs
         enough = tokens >= -self.above[0] and missing >= -self.above[1]
         return enough and missing >= self.least(tokens, i) - self.excess
 
     def cut(self, dense: Part) -> None:
-        """Take short parts as long as a tail of `dense` can supply the pairs still missing; then take that tail."""
+        """Give the rank short parts, and then the last tokens of `dense` to supply the pairs still missing."""
         _, first, end = dense
         while self.pool:
             pairs, a, b = self.pool[0]
@@ -262,7 +267,7 @@ class _Filling:
             self.mix(dense, self.sparsest())
 
     def sparsest(self) -> Part:
-        """The part whose head, of as many tokens as are missing, has the fewest pairs."""
+        """The part whose first tokens, at most as many as the rank still needs, have the fewest pairs per token."""
         pairs, tokens = self.pairs, self.tokens
 
         def density(part: Part) -> float:
@@ -273,7 +278,7 @@ class _Filling:
         return min(self.pool, key=density)
 
     def close(self) -> None:
-        """Take rows that bring the rank nearer to its missing tokens and pairs."""
+        """Give the rank positions that bring it closer to its target numbers of tokens and pairs."""
         sparse = _, first, end = self.sparsest()
         length = min(self.tokens, end - first)
         head = self.count(first, first + length)
@@ -286,14 +291,17 @@ class _Filling:
         self.put(first + length, end)
 
     def reaches(self, dense: Part, sparse: Part) -> bool:
-        """Whether a tail of `dense` and a head of `sparse` can have the missing pairs."""
+        """Whether the end of `dense` and the start of `sparse` can supply the tokens and pairs the rank needs."""
         tail = min(self.tokens, dense[2] - dense[1])
         head = min(self.tokens - tail, sparse[2] - sparse[1])
         pairs = self.count(dense[2] - tail, dense[2]) + self.count(sparse[1], sparse[1] + head)
         return dense != sparse and pairs >= self.missing
 
     def mix(self, dense: Part, sparse: Part) -> None:
-        """Take a tail of `dense` and a head of `sparse`, or both of one part, with the missing tokens and pairs."""
+        """Give the rank the end of `dense` and the start of `sparse`, with the tokens and pairs it still needs.
+
+        If `dense` and `sparse` are the same part, the rank gets both ends of it.
+        """
         (_, first, end), (_, a, b) = dense, sparse
         most = min(self.tokens, end - first)
         tokens = most if dense == sparse else self.tokens

@@ -35,7 +35,10 @@ SPAN_BYTES, BALANCED_BYTES = 1 << 21, 1 << 24
 
 @dataclass(frozen=True)
 class Contiguous(Layout):
-    """Rank r owns the positions tokens * r // ranks .. tokens * (r + 1) // ranks - 1: one run per rank."""
+    """A layout that cuts the sequence into one run of adjacent positions per rank, of about equal lengths.
+
+    Rank r owns the positions tokens * r // ranks .. tokens * (r + 1) // ranks - 1.
+    """
 
     @property
     def name(self) -> str:
@@ -78,7 +81,7 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True)
 class Striped(Layout):
-    """Ranks own blocks of `block` tokens in turn: rank r owns position p iff p // block % ranks == r.
+    """A layout that gives blocks of `block` tokens to the ranks in turn: rank r owns p iff p // block % ranks == r.
 
     Source: Striped Attention (Brandon et al. 2023, arXiv:2311.09431), which has block = 1.
     """
@@ -131,7 +134,10 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """Rank r owns `counts[r]` positions, which follow those of rank r - 1. Raises InvalidInput for a wrong sum."""
+    """A layout with explicit shard lengths: each rank r owns the next `counts[r]` positions after those of rank r - 1.
+
+    Raises InvalidInput if the counts do not sum to `tokens`.
+    """
 
     counts: tuple[int, ...]
 
@@ -237,9 +243,9 @@ def _read_composed(name: str, tokens: int | None, ranks: int) -> Layout:
 
 
 def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[int]]) -> Layout:
-    """The balanced layout with the stored partition `runs` of (first chunk, owner); needs no pattern.
+    """Recreate a "balanced" layout from its stored `runs` of (first chunk, owner), without its pattern.
 
-    Raises InvalidInput if `name` is not balanced(chunk), or if `runs` are not a partition.
+    Raises InvalidInput if `name` is not "balanced(chunk)", or if `runs` do not assign every chunk to exactly one rank.
     """
     kind, chunk = _read_name(name)
     if kind != "balanced" or chunk is None:
@@ -250,7 +256,10 @@ def restore_layout(name: str, tokens: int, ranks: int, runs: Sequence[Sequence[i
 def read_masks(
     patterns: Sequence[Pattern | str], weights: Sequence[int] | None = None
 ) -> tuple[tuple[Pattern, int], ...]:
-    """(pattern, weight) of each mask in a model's layers; weights default to 1. InvalidInput if they do not fit."""
+    """A (pattern, weight) pair for each pattern, with text parsed; weights default to 1.
+
+    Raises InvalidInput for weights that do not fit the patterns.
+    """
     weights = [1] * len(patterns) if weights is None else weights
     if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
         raise InvalidInput(
@@ -271,19 +280,21 @@ def make_layout(
     heads: int = 1,
     most_runs: int | None = None,
 ) -> Layout:
-    """The layout `name` for `tokens` positions over `ranks` ranks; a Layout with these sizes is returned unchanged.
+    """The layout called `name`, for `tokens` positions over `ranks` ranks; returns a Layout of these sizes unchanged.
 
-    Names: "contiguous", "zigzag", "striped", "striped(64)" (tokens of a block), "balanced" and "balanced(256)" (tokens
-    of a chunk). Only "balanced" needs `pattern` and `heads` (query heads): it gives all ranks about equal tokens and
-    query-key pairs, with few rows to receive, so its partition depends on the pattern. Packed documents lie whole on
-    one rank where they fit. If several patterns share the shards, as in the layers of a model, give `patterns` and in
-    `weights` the number of layers of each (default: 1), and pass the Layout to all calls. `most_runs`, for patterns in
-    which each query attends one run of keys, limits the runs of adjacent positions on each rank; recurrent layers need
-    it.
+    Names: "contiguous", "zigzag", "striped", "striped(64)" (with the tokens per block), "balanced" and "balanced(256)"
+    (with the tokens per chunk).
+
+    Only "balanced" needs `pattern` and `heads` (query heads). It gives all ranks about equally many tokens and
+    query-key pairs, with few rows to receive, so the result depends on the pattern. A packed document stays whole on
+    one rank if it fits. If several patterns use the same shards, as in the layers of a model, pass them as `patterns`,
+    and in `weights` the number of layers of each (default: 1); then pass the returned Layout to every call. `most_runs`
+    limits the runs of adjacent positions on each rank, as recurrent layers need; it works for patterns in which each
+    query attends one run of keys.
 
     "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
 
-    Two layouts have positions other than 0 .. tokens-1: "shifted(zigzag, 1000)" begins at position 1000, and
+    Two kinds of layouts have positions other than 0 .. tokens-1: "shifted(zigzag, 1000)" begins at position 1000, and
     "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the positions of both parts, of 1000 and 24 tokens.
 
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for weights
@@ -324,14 +335,14 @@ CHUNKS, ALIGNED = 8, 128
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Chunks of `chunk` tokens, distributed so that all ranks compute about the same number of pairs.
+    """A layout that distributes chunks of `chunk` tokens so that all ranks compute about equally many pairs.
 
-    Packed documents have chunks of one token, see `pack`. With other masks, a rank owns at most ceil(chunks / ranks)
-    chunks, and each rank keeps a run of adjacent chunks unless the busiest ranks would then have more than 1.05 times
-    the mean number of pairs, see `deal`.
+    With packed documents a chunk is one token, see `pack`. With other masks, a rank owns at most ceil(chunks / ranks)
+    chunks. Its chunks are adjacent, unless the busiest ranks would then have more than 1.05 times the mean number of
+    pairs, see `deal`.
 
-    `runs` holds (first chunk, owner) of each run of chunks, ascending. Use `make_layout` to balance one or several
-    patterns. Raises InvalidInput if `runs` is not a partition of the chunks.
+    `runs` holds (first chunk, owner) for each run of chunks, ascending. To balance patterns, use `make_layout`. Raises
+    InvalidInput if `runs` do not assign every chunk to exactly one rank.
     """
 
     chunk: int
@@ -395,14 +406,14 @@ class Balanced(Layout):
 def balance(
     tokens: int, ranks: int, chunk: int | None, masks: Sequence[tuple[Pattern, int]], heads: int, most_runs: int | None
 ) -> Balanced:
-    """The layout that balances every pattern of `masks`, which holds (pattern, weight), over `heads` query heads.
+    """A layout that balances the work of all `masks`, given as (pattern, weight), over `heads` query heads.
 
-    If every query attends one run of keys and `chunk` is None, `pack` places documents: from the keys that each query
-    attends it knows which rows have to travel. Chunks of other masks, such as blocks, are dealt by their pairs, with
-    O(chunks) calls of `count` for each pattern. There are at least 8 chunks per rank, each a multiple of 128 tokens if
-    it is longer than 128. If few rows hold most pairs, as with global blocks, only a smaller chunk can balance them.
-    Raises InvalidInput for invalid sizes, for a pattern that does not fit, and for dealt chunks of more than
-    `most_runs` runs.
+    If every query attends one run of keys and `chunk` is None, `pack` chooses the positions of each rank, so that few
+    rows have to travel. For other masks, such as block masks, chunks are dealt out by their numbers of pairs, which
+    takes O(chunks) calls of `count` for each pattern. There are then at least 8 chunks per rank; a chunk longer than
+    128 tokens is a multiple of 128. If few rows hold most of the pairs, as with global blocks, only a smaller chunk can
+    balance them. Raises InvalidInput for invalid sizes, for a pattern that does not fit, and if dealing gives a rank
+    more than `most_runs` runs.
     """
     # Report wrong numbers before the patterns are counted.
     sized, _ = Contiguous(tokens, ranks), Balanced(0, 1, 1 if chunk is None else chunk, ())
@@ -439,12 +450,13 @@ def balance(
 
 
 def deal(masks: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """The chunks of each rank, ascending, at most ceil(chunks / ranks), with about equal costs in each mask.
+    """The chunks of each rank, ascending, at most ceil(chunks / ranks) per rank, with about equal costs per mask.
 
-    `masks[m][i]` is the cost of chunk i in mask m. Ranks wait for each other in every layer, so a distribution costs
-    the sum over the masks of the busiest rank's cost. Ranks get runs of equally many adjacent chunks if that costs at
-    most 1.05 times the mean. Otherwise the cheapest of these wins: such runs; chunks dealt to ranks by their cost in
-    all masks, or in one of them.
+    `masks[m][i]` is the cost of chunk i under mask m. Because ranks wait for each other in every layer, the cost of a
+    distribution is the cost of the busiest rank, summed over the masks. Each rank gets a run of adjacent chunks,
+    equally many per rank, if that costs at most 1.05 times the mean. Otherwise the cheapest of three kinds of
+    distributions wins: these runs, chunks dealt out by their cost in all masks together, or by their cost in one of
+    them.
     """
     chunks = len(masks[0])
     runs = [list(range(chunks * r // ranks, chunks * (r + 1) // ranks)) for r in range(ranks)]

@@ -15,7 +15,11 @@ SIZES = (0, 4096, 16384)
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """Of `rows` published passes or steps, 90 % took `low` to `high` times what a model fitted without them says."""
+    """How far published times were from the model's: 90 % were `low` to `high` times the predicted time.
+
+    The band is based on `rows` published passes or training steps; the predictions come from a model that was fitted
+    without them.
+    """
 
     rows: int
     low: float
@@ -39,7 +43,10 @@ STEPS_TOKENS, STEPS_LIBRARIES = 1 << 18, ("fa2", "cudnn", "triton_2022")
 
 
 def describe_steps(outside: Sequence[str]) -> str:
-    """The error band of a training step in one sentence; `outside`: what the published steps do not cover."""
+    """A sentence that says how far a modelled training step may be from a measured one.
+
+    `outside` lists what the published steps do not cover.
+    """
     low, high = step_band(outside)
     if outside:
         return (
@@ -53,7 +60,10 @@ def describe_steps(outside: Sequence[str]) -> str:
 
 
 def step_band(outside: Sequence[str]) -> tuple[float, float]:
-    """(low, high) factors on a modelled step; both squared if `outside` names what published steps do not cover."""
+    """(low, high): factors between which a measured training step lies, relative to the modelled one.
+
+    Both are squared if `outside` names something that the published steps do not cover.
+    """
     power = 2 if outside else 1
     return STEPS.low**power, STEPS.high**power
 
@@ -64,14 +74,14 @@ def size_class(tokens: int) -> int:
 
 
 def describe_sizes(index: int) -> str:
-    """The token range of a size class in words."""
+    """The range of tokens per rank of size class number `index`, in words."""
     if index + 1 == len(SIZES):
         return f"{SIZES[index]:,} tokens per rank or more"
     return f"{SIZES[index]:,} to {SIZES[index + 1] - 1:,} tokens per rank"
 
 
 def describe_band(preset: str, tokens: int) -> str:
-    """The error band of a preset for ranks of `tokens` tokens, in words for reports; "" if `preset` is ""."""
+    """A sentence for reports: the error band of a preset with `tokens` tokens per rank; "" if `preset` is ""."""
     if not preset:
         return ""
     index = size_class(tokens)

@@ -36,13 +36,13 @@ Values = defstruct(
 
 
 class Residuals(Struct):
-    """The part `residuals` of a file: pairs (modelled seconds, measured / modelled seconds)."""
+    """The `residuals` entry of a machine file: pairs (modelled seconds, measured / modelled seconds)."""
 
     values: tuple[tuple[Positive, Positive], ...]
 
 
 class MachineFile(Struct, forbid_unknown_fields=True):
-    """The keys of a machine file. The tables of measured numbers also have the keys `unit` and `source`."""
+    """The entries of a machine file; each table of measured numbers also has the entries `unit` and `source`."""
 
     format: Literal["ringattn machine 2"]
     values: Values  # type: ignore[valid-type]
@@ -91,7 +91,10 @@ def write_machine(
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine in a machine file. Raises InvalidInput, naming the file and the place in it, if it cannot be used."""
+    """Read a `Machine` from a machine file.
+
+    Raises InvalidInput, naming the file and the place in it, if the file cannot be used.
+    """
     advice = "make a machine file with ringattn calibrate output.path=machine.yaml"
     try:
         content = load(path, dict[str, Any], "machine.path")

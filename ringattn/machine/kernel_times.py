@@ -28,11 +28,12 @@ BEYOND = 2.0
 
 @dataclass(frozen=True)
 class TimeGrid:
-    """Useful flop/s of one tile shape in one direction, measured at all `rows` x `keys` (triangles: at all `rows`).
+    """Measured speeds, in useful flop/s, of one tile shape in one direction, for each combination of `rows` and `keys`.
 
-    `rows` and `keys` ascend; `rates[i][j]` is the rate of a tile of rows[i] x keys[j]. `ragged[j]` multiplies the rate
-    for about keys[j] keys if their number is not a multiple of WHOLE_KEYS; None: 1. Raises InvalidInput if sizes, rates
-    and factors do not fit together.
+    Triangles are measured once for each of `rows`. `rows` and `keys` ascend; `rates[i][j]` is the speed of a tile with
+    rows[i] rows and keys[j] keys. If the number of keys is not a multiple of WHOLE_KEYS, the speed at about keys[j]
+    keys is multiplied by `ragged[j]`, or by 1 if `ragged` is None. Raises InvalidInput if sizes, rates and factors do
+    not fit together.
     """
 
     shape: str
@@ -66,7 +67,7 @@ class TimeGrid:
         return math.exp((1 - x) * low + x * high + factor)
 
     def covers(self, rows: int, keys: int) -> bool:
-        """Whether a tile has at most `BEYOND` times the rows and keys of the largest measured one.
+        """Whether a tile has at most `BEYOND` times as many rows, and as many keys, as the largest measured tile.
 
         There is no lower limit: the time of a tile smaller than the measured ones is mostly overhead.
         """
@@ -94,9 +95,10 @@ def _locate(sizes: tuple[int, ...], size: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class KernelTimes(Value):
-    """Kernel times measured for one head dim and one dtype. With other numbers of heads, time scales with the pairs.
+    """Measured times of the attention kernel for one head dim and one dtype.
 
-    Raises InvalidInput if the grid of a shape is missing or a number is not allowed.
+    Times for other numbers of heads are scaled with the number of pairs. Raises InvalidInput if the grid of a shape is
+    missing or a number is not allowed.
     """
 
     head_dim: Count
@@ -130,7 +132,10 @@ class KernelTimes(Value):
         return self._grids[shape, backward]
 
     def check(self, dtype: str, head_dim: int) -> None:
-        """Raise Unsupported if the dtype of a plan differs from the measured one, or its head dim is far from it."""
+        """Raise Unsupported if a plan's dtype is not the measured one, or its head dim is far from the measured one.
+
+        Does nothing if `extrapolate` is set.
+        """
         near = 1 / BEYOND <= head_dim / self.head_dim <= BEYOND
         for name, planned, allowed in (("dtype", dtype, dtype == self.dtype), ("head_dim", head_dim, near)):
             if not (allowed or self.extrapolate):
@@ -175,11 +180,12 @@ class KernelRates:
         check_fields(self, "kernel times")
 
     def pair_seconds(self, blocks: float, *, dense: bool, dims: int, backward: bool, item: int = 2) -> float:
-        """Seconds per pair in a call of `blocks` thread blocks, with `dims` = D + Dv columns of `item` bytes.
+        """Modelled seconds per query-key pair in a kernel call of `blocks` thread blocks.
 
-        Thread blocks run one after another in the slots of the GPU. Those of equal length end together, except the last
-        one in each slot, and a block runs faster once others are done. In a triangle (not `dense`), the longest blocks
-        are twice as long as the mean.
+        `dims` is D + Dv, and `item` the bytes of an element. The GPU runs as many thread blocks at a time as it has
+        slots. Equally long blocks end together, except the last one in each slot, and a block runs faster once others
+        are done. In a triangle (not `dense`), the longest blocks take twice the mean time, so slots are idle for
+        longer.
         """
         tail = self.slots * (0.25 if dense else 1.0)
         rate = (self.backward if backward else self.forward) * blocks / (blocks + tail)

@@ -36,10 +36,10 @@ LEAST, MOST = 1e-30, 1e30
 
 @dataclass(frozen=True, kw_only=True)
 class MachineNumber:
-    """The declaration of one number of a machine: an entry of numbers.yaml beside this module.
+    """The description of one number of a machine, such as its bandwidth, as read from numbers.yaml beside this module.
 
-    These declarations determine the checks of `Machine`, the units in machine files, the keys `machine.*` of the
-    command line and their help, and the effects that a simulation reports as not modelled.
+    From these descriptions come the checks of `Machine`, the units in machine files, the command line's keys
+    `machine.*` and their help, and the list of effects that a simulation reports as not modelled.
     """
 
     #: The unit in machine files and in reports.
@@ -71,14 +71,14 @@ class MachineNumber:
 
     @property
     def help(self) -> str:
-        """The meaning and unit of the number, and what the model does without it."""
+        """Help text: the number's meaning and unit, and what the model assumes if the number is missing."""
         unit = "" if self.python_type is bool else f" [{self.unit}]"
         otherwise = self.default or (f"without it the model leaves out {self.effect}" if self.effect else "")
         return f"{self.meaning}{unit}{otherwise and '; '}{otherwise}"
 
     @cached_property
     def kind(self) -> Any:
-        """The type of the number with its bounds, as msgspec reads it."""
+        """The number's type with its allowed range, in the form that msgspec checks."""
         bounded: Any = self.python_type
         if bounded is int:
             bounded = Count
@@ -107,11 +107,11 @@ class MachineNumber:
 
 @dataclass(frozen=True)
 class Machine:
-    """The numbers of a machine that the timing model uses. Ranks are numbered node by node.
+    """The numbers by which the timing model knows a machine. Ranks are numbered node by node.
 
-    `MACHINE_NUMBERS` has the meaning and the unit of each number by field name, as `ringattn simulate --help machine`
-    prints them. If an optional number is None, its effect is not modelled, and the output says so. Raises InvalidInput
-    for values out of range.
+    `MACHINE_NUMBERS` gives the meaning and the unit of each field, as `ringattn simulate --help machine` prints them.
+    If an optional number is None, its effect is not modelled, and the output says so. Raises InvalidInput for values
+    out of range.
     """
 
     flops: float
@@ -195,11 +195,11 @@ class Machine:
         return replace(self, **{**implied, **values})
 
     def interval(self, seconds: float, level: float = 0.9) -> tuple[float, float] | None:
-        """The interval that contains, with probability `level`, the measured time of a pass modelled at `seconds`.
+        """The interval that holds a pass's measured time with probability `level`, given its modelled `seconds`.
 
-        None if too few passes were measured. Both ends are order statistics of the residuals of the NEAREST_RUNS passes
-        whose modelled seconds are nearest in logarithm, because errors of the model differ between short and long
-        passes. No distribution of errors is assumed.
+        None if too few passes were measured. Each end of the interval is a quantile of measured / modelled seconds over
+        the NEAREST_RUNS measured passes whose modelled times are closest (on a log scale), because the model's errors
+        differ between short and long passes. No distribution of errors is assumed.
         """
         apart = [(abs(math.log(modelled / seconds)), ratio) for modelled, ratio in self.residuals if seconds > 0]
         farthest = sorted(distance for distance, _ in apart)[:NEAREST_RUNS][-1:]
@@ -216,11 +216,11 @@ class Machine:
         return range(first, min(first + self.ranks_per_node, ranks))
 
     def crowd(self, source: Any, target: Any, ranks: int, group: int = 1) -> Any:
-        """How many messages share the link of a message within a node if every rank sends over the same distance.
+        """How many messages share one link within a node, if every rank sends as far as from `source` to `target`.
 
-        At most `switch` ranks share a link, and no more messages than `source` and `target` are ranks apart; if the
-        node has no other ranks, links are not shared. Each of the `ranks` ranks stands for `group` neighbours. Takes
-        numbers or arrays.
+        At most `switch` ranks share a link, and at most as many messages as `source` and `target` are ranks apart. The
+        result is 1 if links are not shared because the node has no other ranks. Each of the `ranks` ranks stands for
+        `group` neighbours. Takes numbers or arrays.
         """
         if self.switch is None or self.switch >= min(self.ranks_per_node, ranks) * group:
             return 1
@@ -229,11 +229,11 @@ class Machine:
         return np.clip(np.minimum(apart, node - apart) * group, 1, self.switch)
 
     def parts_in_turn(self, ranks: int, stride: int = 1) -> int:
-        """The time of an all-to-all of `ranks` ranks, `stride` apart, in a node, as a multiple of one part's time."""
+        """How many times longer an all-to-all within a node takes than sending one part; ranks are `stride` apart."""
         return sum(int(self.crowd(0, stride * apart, stride * ranks)) for apart in range(1, ranks))
 
     def link(self, rank: int, peer: int) -> tuple[bool, float, float]:
-        """Whether two ranks are on one node, and the latency [s] and bandwidth [bytes/s] of the link between them."""
+        """(whether both ranks are on one node, latency [s], bandwidth [bytes/s]) of the link between two ranks."""
         near = rank // self.ranks_per_node == peer // self.ranks_per_node
         return near, *self.rates(near)
 

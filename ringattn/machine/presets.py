@@ -18,9 +18,10 @@ CURRENCY = "USD"
 
 
 class Fact(Struct, frozen=True):
-    """A number of a machine with its source; in machine files also its unit, in presets the document or reason.
+    """One number of a machine and where it comes from.
 
-    A fitted number has the `families` of published rows to which it was fitted, and the number `without` them.
+    Machine files also give the `unit`; presets give the `reason`: a document or an explanation. A number fitted to
+    published measurements lists the `families` of measurements used, and its value `without` them.
     """
 
     value: bool | int | float
@@ -32,10 +33,10 @@ class Fact(Struct, frozen=True):
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
-    """The numbers of a machine, a description, the dtype of `flops`, and kernel rates of several libraries.
+    """A machine that is known by name: its numbers, a description, and the speeds of several libraries' kernels on it.
 
-    The same `flops` apply to a plan in another dtype of the same size. The first library is the default; if there is
-    none, every call has the rate `flops`.
+    `flops_dtype` is the dtype for which `flops` is given; a plan in another dtype of the same size uses the same
+    `flops`. The first library is the default; without any, every call runs at `flops`.
     """
 
     values: dict[str, Fact]
@@ -44,9 +45,10 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     kernels: dict[str, dict[str, Fact]] = {}
 
     def machine(self, name: str, library: str | None = None, *, unseen: str = "") -> Machine:
-        """The machine with these numbers, called `name`, with the kernels of `library` (None: of the first).
+        """Make a `Machine` called `name` from this preset, with the kernels of `library` (None: the first library).
 
-        `unseen` is a family of published rows: numbers fitted to these rows are replaced by those fitted without them.
+        With `unseen`, a family of published measurements, numbers fitted to that family are replaced by those fitted
+        without it.
         """
 
         def value(fact: Fact) -> Any:
@@ -81,10 +83,10 @@ MACHINES: dict[str, Machine] = {name: preset.machine(name) for name, preset in P
 
 
 def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
-    """A `Machine` unchanged, the machine called `machine` in `MACHINES`, or for None the default for a device type.
+    """The machine with the given name; a `Machine` is returned unchanged, and None gives the default for `device`.
 
-    A name such as "h100_nvlink_ib/fa2" is that machine with the kernels of another library. Raises InvalidInput if
-    there is no such machine.
+    A name such as "h100_nvlink_ib/fa2" selects the kernels of a library on that machine. Raises InvalidInput if there
+    is no such machine.
     """
     if machine is None:
         return MACHINES.get(device, MACHINES["cpu"])

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class SelectedBlocks(BlockSparse):
-    """Blocks selected for one call. Plans are not cached, since no later call has the same pattern."""
+    """The block-sparse pattern of a single call. Its plan is not cached, since no later call has the same pattern."""
 
     transient = True
 
 
 class AdaptiveAttention(RingAttention):
-    """Attention in which every query block sees the `k` key blocks (or the fraction `density`) with the best scores.
+    """Attention in which each query block attends only the `k` highest-scoring key blocks (or the fraction `density`).
 
-    Scores are per head: score[i, j] = <A query_i, B key_j> / sqrt(rank), where query_i and key_j are the mean query and
-    the mean key of a block, and A [H, D, rank] and B [K, D, rank] are learned. The scores of selected blocks are also
-    added to the logits, as `rank` more columns of q and k; through this soft bias the gradient reaches A and B. The
-    means are detached: q and k learn from attention, not from pooling. All elements of a batch share one selection, by
-    the mean of their scores.
+    Scores are computed for each head: score[i, j] = <A query_i, B key_j> / sqrt(rank), where query_i and key_j are the
+    mean query and the mean key of a block, and A [H, D, rank] and B [K, D, rank] are learned. For selected blocks the
+    score is also added to the attention logits, by appending `rank` columns to q and k; the gradient reaches A and B
+    through this bias. The means are detached, so scoring sends no gradient to q and k. All elements of a batch share
+    one selection, by the mean of their scores.
 
     num_heads, head_dim, kv_heads: heads and head dim of q, and heads of k and v (default: num_heads).
     block: tokens per block.
@@ -104,7 +104,7 @@ class AdaptiveAttention(RingAttention):
         sinks: Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """(out [B, H, N, Dv], lse [B, H, N]) of q, k, v [B, H, N, D], whatever `order` is; always returns lse."""
+        """(out [B, H, N, Dv], lse [B, H, N]) for q, k, v [B, H, N, D]; ignores `order` and `return_lse`."""
         if q_layout is not None:
             raise Unsupported(f"q_layout={q_layout!r}: {type(self).__name__} selects blocks of one sequence only")
         # Drawn here, where torch.compile sees it and repeats it if it recomputes this call.
@@ -124,7 +124,7 @@ class AdaptiveAttention(RingAttention):
         sinks: Tensor | None,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`attend`, with the scorer's weights `query` and `key` and this rank's noise seed as arguments."""
+        """What `attend` returns, with A, B and this rank's noise seed given as `query`, `key` and `seed`."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks this is also the handshake

@@ -37,7 +37,7 @@ SHARING = ("schedule", "machine", "comm_dtype", "rotate", "check")
 
 
 class CoreKeywords(AttentionKeywords, total=False):
-    """Keyword arguments that `RingAttention` and all other cores take."""
+    """The keyword arguments shared by `RingAttention` and every other core of a multi-head attention module."""
 
     group: ProcessGroup | DeviceMesh | None
     mesh: DeviceMesh | None
@@ -81,12 +81,15 @@ class _Place:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments of a call that define the ranks. Raises InvalidInput if the group was destroyed."""
+        """The keyword arguments for `ring_attention` that say which ranks take part.
+
+        Raises InvalidInput if the group was destroyed.
+        """
         return {"transport": self._transport} if self._group is None else {"group": self._group.group}
 
 
 class RingAttention(nn.Module):
-    """`ring_attention` under a pattern (or its text), as a module.
+    """A module that calls `ring_attention` with a fixed pattern (a Pattern or its text).
 
     group, mesh, transport: real ranks. Tensors are this rank's shards, calls are collective, and `layout` is required:
         it states how the sequence was cut into shards.
@@ -151,11 +154,11 @@ class RingAttention(nn.Module):
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """out in the order of the inputs; with `return_lse` (out, lse [B, H, N]).
+        """The attention output, with dimensions in the order of q; with `return_lse` (out, lse [B, H, N]).
 
-        `is_causal` attends `pattern & Causal()`. `q_layout` gives the positions of queries if they differ from those of
-        the keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`, shapes, dtypes and errors are as in
-        `ring_attention`.
+        `is_causal` uses the pattern `pattern & Causal()`. `q_layout` is the layout of the queries, if it differs from
+        that of the keys. `key_padding_mask` is bool [B, N], True for padding. `sinks`, shapes, dtypes and errors are as
+        in `ring_attention`.
         """
         transposed = self.order == "BNHD"
         if transposed:
@@ -181,7 +184,10 @@ class RingAttention(nn.Module):
         sinks: Tensor | None = None,
         return_lse: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [B, H, N, Dv], lse [B, H, N]) of tensors [B, H, N, D], ignoring `order`; (out, None) without lse."""
+        """(out [B, H, N, Dv], lse [B, H, N]) for tensors [B, H, N, D] in this order, whatever the module's `order` is.
+
+        lse is None with return_lse=False.
+        """
         out, *lse = self._run(
             q, k, v, self._pattern(is_causal), self._call_options(),
             q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
@@ -207,9 +213,9 @@ class RingAttention(nn.Module):
     def positions(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Global positions int64 [N] of the rows of q [B, H, N, D], on the device of q. Collective if `attend` is.
+        """The global position of each row of q [B, H, N, D]: int64 [N] on the device of q.
 
-        Checks the arguments and raises as `attend` does.
+        Collective on real ranks. Checks the arguments and raises the same errors as `attend`.
         """
         pattern, options = self._pattern(is_causal), self._call_options().keywords()
         shared: dict[str, Any] = {"layout": self.layout, "key_padding_mask": key_padding_mask}
@@ -221,7 +227,10 @@ class RingAttention(nn.Module):
         return torch.arange(q.shape[2], device=q.device)
 
     def report_errors(self, stage: str = "call") -> AbstractContextManager[object]:
-        """A context for local work before a collective call, named by `stage`; it reports exceptions to all ranks."""
+        """A context that reports an exception in its block to all ranks; for local work before a collective call.
+
+        `stage` names that call, so that the other ranks raise the error there. Does nothing without real ranks.
+        """
         return ErrorReport(get_transport(**self._place.keywords), stage) if self.sharded else nullcontext()
 
     def _call_options(self) -> AttentionOptions:
@@ -281,7 +290,7 @@ class DilatedAttention(RingAttention):
 
 
 class BlockSparseAttention(RingAttention):
-    """`RingAttention`, under the name that the block-sparse factories use; takes any pattern."""
+    """A `RingAttention` for any pattern, under another name: the block-sparse factory functions create it."""
 
 
 def _transpose(x: Tensor) -> Tensor:

@@ -128,7 +128,10 @@ class MultiheadAttention(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, **factory) if layer_norm else None
 
     def reset_parameters(self) -> None:
-        """Set torch's initial values, except out_proj.weight, which nn.Linear has set; with `gamma_init` MAGNETO's."""
+        """Set the initial values of torch.nn.MultiheadAttention, or with `gamma_init` those of MAGNETO.
+
+        Leaves out_proj.weight as nn.Linear initialised it, unless `gamma_init` is given.
+        """
         if self.gamma_init is not None:
             gains = (1.0, 1.0, self.gamma_init, self.gamma_init)
             with torch.no_grad():  # the weights are views of in_proj_weight
@@ -266,7 +269,7 @@ class MultiheadRingAttention(MultiheadAttention):
 
 
 class MultiheadBlockSparseAttention(MultiheadRingAttention):
-    """`MultiheadRingAttention`, under the name that the block-sparse factories use; takes any pattern."""
+    """A `MultiheadRingAttention` for any pattern, under another name: the block-sparse factory functions create it."""
 
 
 class MultiheadDilatedAttention(MultiheadAttention):
@@ -332,9 +335,10 @@ def check_rotary(head_dim: int, base: float) -> None:
 
 
 def rotation_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, head_dim / 2] of the angles at positions int64 [n]: fp32, or fp64 if `dtype` is fp64.
+    """(cos, sin) of the rotary angles at `positions` int64 [n], each [n, head_dim / 2].
 
-    Angles are computed in fp64: at position 1e9 an fp32 angle would be off by whole turns.
+    The tables are fp32, or fp64 if `dtype` is fp64. Angles are computed in fp64, because at position 1e9 an fp32 angle
+    would be off by whole turns.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.double()[:, None] * base**-exponents

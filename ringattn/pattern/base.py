@@ -38,7 +38,7 @@ def check_integer(value: object, name: str, least: int, example: str) -> int:
 
 
 class Pattern(Numbered, ABC):
-    """Which query position attends which key position, for each head. Batch rows may have their own, see `rows`.
+    """Which keys each query attends, given by their positions, for each head. Batch rows may differ, see `rows`.
 
     Positions are global, 0 .. tokens-1. A pattern is an immutable value that can be compared, hashed and pickled, and
     `repr(pattern)` is text that `parse_pattern` reads back. Patterns combine by `a & b` (pairs of both), `a | b` (pairs
@@ -56,7 +56,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def varies(self) -> bool:
-        """Whether tiles change shape in each step of training, as with documents; ops should not cache by it then."""
+        """Whether every training step usually has a new pattern, as with documents, so caching by shape is useless."""
         return self.transient
 
     @property
@@ -71,7 +71,7 @@ class Pattern(Numbered, ABC):
 
     @property
     def union_hint(self) -> str:
-        """What the error message of `|` suggests instead of this multi-branch pattern, or ""."""
+        """A suggestion for the error message of `|` on a pattern with several branches, or ""."""
         return ""
 
     @property
@@ -85,24 +85,24 @@ class Pattern(Numbered, ABC):
 
     @property
     def unstacked(self) -> Pattern:
-        """For a `RowByRow`, the batched pattern whose rows it concatenates; otherwise `self`."""
+        """The batched pattern whose rows a `RowByRow` joins into one sequence; `self` for every other pattern."""
         return self
 
     def bind(self, heads: int, tokens: int) -> Pattern:
-        """The pattern for this many query heads and tokens; `self` if its meaning depends on neither."""
+        """This pattern for a given number of query heads and tokens; `self` if it depends on neither."""
         return self
 
     @abstractmethod
     def tiles(self, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[Tile]:
-        """Yield trimmed tiles that cover the pairs of `q` x `k` in `heads`; tiles of one branch are disjoint.
+        """Yield tiles that together cover the visible pairs of `q` x `k` in `heads`; tiles of a branch are disjoint.
 
-        `q` and `k` are ranges of global positions with any positive step. Raises InvalidInput if the pattern must be
-        bound first (see `bind`).
+        `q` and `k` are ranges of global positions with any positive step. Tiles are trimmed (see `Tile`). Raises
+        InvalidInput if the pattern must be bound first (see `bind`).
         """
 
     @abstractmethod
     def visible(self, q: np.ndarray, k: np.ndarray, head: int, tokens: int) -> np.ndarray:
-        """How often query q attends key k: int or bool array of the broadcast shape of the int64 arrays `q` and `k`."""
+        """How often each query attends each key: int or bool, in the shape to which int64 `q` and `k` broadcast."""
 
     def check(self, tokens: int, heads: int) -> None:
         """Raise InvalidInput if the pattern does not fit a sequence of `tokens` tokens and `heads` query heads."""
@@ -116,27 +116,31 @@ class Pattern(Numbered, ABC):
         return sum(len(tile.heads) * tile.pairs for tile in self.tiles(q, k, heads))
 
     def paired(self, side: Side, q: range, k: range, heads: range = ONE_HEAD) -> Iterator[tuple[range, range]]:
-        """Yields (heads, rows): the keys, or the queries, that are in some pair of `q` x `k`; they may overlap."""
+        """Yield (heads, rows): ranges of keys (or queries, see `side`) that are in some pair of `q` x `k`.
+
+        Ranges may overlap.
+        """
         for tile in self.tiles(q, k, heads):
             for rows in tile.rows(side):
                 yield tile.heads, rows
 
     @property
     def period(self) -> int | None:
-        """A shift that leaves the pattern unchanged, in tokens; None if no such shift is known.
+        """The smallest known shift, in tokens, that leaves the pattern unchanged; None if none is known.
 
         Query q attends key k as often as query q + period attends key k + period, for every head, in every sequence
-        that contains the four positions. This is the smallest such shift that is known.
+        that contains these four positions.
         """
         return None
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The first and last key that positions first .. last attend; for side "queries", the queries that attend them.
+        """The first and the last key that any of the positions first .. last attends.
 
-        Both may lie outside the sequence. For arrays of ascending positions, returns arrays, or numbers that hold for
-        all entries. Returns None unless, in every head, each query attends one run of adjacent keys that contains its
-        own position, and neither end of the run moves left from one query to the next. Adjacent queries then attend one
-        run, which is found without tiles.
+        For side "queries", the first and the last query that attends any of these positions. The results may lie
+        outside the sequence. For arrays of ascending positions, returns arrays, or numbers that hold for all entries.
+        Returns None unless in every head each query attends a single run of adjacent keys that includes its own
+        position, and both ends of the run stay or move right from one query to the next. The keys of adjacent queries
+        then form one run, which is found without listing tiles.
         """
         return None
 
@@ -192,7 +196,7 @@ class Pattern(Numbered, ABC):
 
 
 class BandPattern(Pattern):
-    """A pattern of all pairs whose distance q - k lies in a band, the same for all queries."""
+    """A pattern in which each query q attends all keys k whose distance q - k lies between two fixed bounds."""
 
     period = 1
     endless = True
@@ -217,7 +221,7 @@ class BandPattern(Pattern):
 def pairs_once(
     parts: Sequence[Callable[[range, range, range], Iterator[Tile]]], q: range, k: range, heads: range
 ) -> Iterator[Tile]:
-    """The union of `parts`, each the `tiles` of a single-branch pattern, as disjoint tiles."""
+    """Yield disjoint tiles that cover the pairs of all `parts`, the `tiles` methods of patterns with one branch."""
     for index, part in enumerate(parts):
         for tile in part(q, k, heads):
             remaining = [tile]
@@ -259,7 +263,10 @@ class Combination(Pattern):
 
     @property
     def rows(self) -> int | None:
-        """As in `Pattern`. Raises InvalidInput if the operands are for different batch sizes."""
+        """The batch size if some operand has one pattern per batch row, else None.
+
+        Raises InvalidInput if the operands are for different batch sizes.
+        """
         counts = {operand.rows for operand in self.operands} - {None}
         if len(counts) > 1:
             raise InvalidInput(
@@ -340,7 +347,7 @@ class And(Combination):
 
 
 class Union(Combination):
-    """A pattern with the pairs of all its operands, which must have the same output scale."""
+    """Base of patterns that contain the pairs of any operand; all operands must have the same output scale."""
 
     def __post_init__(self) -> None:
         scales = {operand.output_scale for operand in self.operands}
@@ -409,10 +416,10 @@ class Or(Union):
 
 @dataclass(frozen=True)
 class Mix(Union):
-    """Several attentions as branches of one softmax, written `mix(a, b)`: a pair counts once per branch that has it.
+    """The pattern `mix(a, b)`: one softmax in which a pair counts once for each operand that contains it.
 
-    Weighting branch outputs by their softmax denominators, as LongNet does (Ding et al. 2023, arXiv:2307.02486), equals
-    one softmax over the multiset of all pairs.
+    This is the same as computing attention for each operand and averaging the outputs, weighted by their softmax
+    denominators, as LongNet does (Ding et al. 2023, arXiv:2307.02486).
     """
 
     parts: tuple[Pattern, ...]

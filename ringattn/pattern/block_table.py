@@ -21,20 +21,20 @@ from .tile import Tile, ceil_div, clip, find_runs, intersect, join_runs, make_ti
 
 
 class BlockTable(Pattern):
-    """A pattern made of whole blocks of `block` adjacent queries x `block` adjacent keys; the last may be shorter."""
+    """Base of patterns that show or hide whole blocks of `block` queries x `block` keys; last blocks may be shorter."""
 
     block: int
 
     @abstractmethod
     def key_runs(self, head: int, row: int, first: int, last: int) -> Iterable[range]:
-        """The key blocks in [first, last] that query block `row` attends, as maximal runs in ascending order."""
+        """The key blocks in [first, last] that query block `row` attends, ascending, as the fewest possible ranges."""
 
     @abstractmethod
     def query_blocks(self, low: int, high: int, first: int, last: int) -> Iterable[range]:
-        """Ranges that cover the query blocks in [low, high] that attend a key block in [first, last].
+        """Ranges that include every query block in [low, high] that attends a key block in [first, last].
 
-        The ranges may overlap and may contain other query blocks. Few ranges let a planner find out cheaply that
-        distant blocks have no pair.
+        The ranges may overlap and may include other query blocks. If they are few, a planner quickly sees that distant
+        blocks have no pair.
         """
 
     def equal_heads(self, heads: range) -> Iterator[range]:

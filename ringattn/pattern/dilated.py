@@ -110,7 +110,7 @@ class Dilated(Pattern):
             yield from self.branch_tiles(branch, q, k, heads)
 
     def branch_tiles(self, branch: int, q: range, k: range, heads: range) -> Iterator[Tile]:
-        """The tiles of one branch, that is of one segment length and rate."""
+        """Yield the tiles of branch number `branch`, which has one segment length and one rate."""
         if not q or not k:
             return
         width, rate = self.segments[branch], self.rates[branch]

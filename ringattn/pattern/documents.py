@@ -104,9 +104,9 @@ class Documents(Pattern):
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first position of each document, then the end of the last document: the cu_seqlens.
+        """The cumulative lengths (cu_seqlens): the first position of each document, then the end of the last one.
 
-        Raises InvalidInput if the rows of a batch have documents of their own.
+        Raises InvalidInput if each batch row has its own documents.
         """
         return tuple(accumulate(self._of_all_rows, initial=0))
 
@@ -186,7 +186,7 @@ class Documents(Pattern):
 
 
 def find_documents(pattern: Pattern) -> Documents | None:
-    """The documents of the pattern if all batch rows share them; None if there are none, or each row has its own."""
+    """The documents of a pattern if all batch rows share them; None without documents, or if batch rows differ."""
     if isinstance(pattern, Documents):
         return pattern if pattern.rows is None and pattern.q_lengths is None else None
     both = pattern.operands if isinstance(pattern, And) else ()

@@ -24,11 +24,11 @@ STRIDES = (1, 4, 16)
 
 
 class Family(BlockTable):
-    """A block-sparse pattern whose width is given either by a parameter of its own or by `density`.
+    """Base of block-sparse patterns whose width is given either directly or as `density`.
 
-    `density` is the fraction of the key blocks that a query block keeps, 0 < density <= 1. It becomes a number of
-    blocks once `total`, the number of blocks of the sequence, is known: every plan sets it by `bind`, and methods that
-    need it raise InvalidInput if it is missing. Wrong parameters raise InvalidInput on construction.
+    `density` is the fraction of the key blocks that each query block attends, 0 < density <= 1. It turns into a number
+    of blocks once `total`, the number of blocks in the sequence, is known. Every plan sets `total` through `bind`;
+    methods that need it raise InvalidInput if it is missing. The constructor raises InvalidInput for wrong parameters.
     """
 
     #: The function name that `repr` prints and `parse_pattern` reads.
@@ -78,7 +78,7 @@ class Family(BlockTable):
         return super()._query_rows(q, k)
 
     def blocks_and_total(self) -> tuple[int, int]:
-        """(key blocks that a query block keeps, key blocks of the sequence) under `density`."""
+        """(number of key blocks that each query block attends, number of key blocks), computed from `density`."""
         if self.density is None or self.total is None:
             raise InvalidInput(
                 f"{self!r}: a density needs the tokens; try .bind(heads, tokens), or {self.width_field}="
@@ -102,18 +102,18 @@ def check_density(density: object, name: str) -> float:
 
 
 def count_blocks(density: float, total: int) -> int:
-    """The number of `total` blocks that `density` keeps: rounded to the nearest integer, at least 1."""
+    """The number of blocks that a fraction `density` of `total` blocks is: rounded, and at least 1."""
     return min(total, max(1, round(density * total)))
 
 
 @dataclass(frozen=True, repr=False)
 class GlobalLocal(Family):
-    """The first `globals` blocks attend all blocks and all blocks attend them; other blocks attend a local window, too.
+    """A pattern with global blocks, which attend and are attended by all blocks; other blocks also attend a window.
 
-    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks; `block` is the tokens
-    of a block. With `density` in place of `blocks`, it attends density * (number of key blocks) blocks, rounded: the
-    globals and one window of other blocks. The block form of Longformer's global and local attention (Beltagy et al.
-    2020, arXiv:2004.05150).
+    Query block i >= globals attends the key blocks 0 .. globals-1 and i - blocks .. i + blocks. `block` is the number
+    of tokens per block. With `density` in place of `blocks`, it attends density * (number of key blocks) blocks,
+    rounded: the globals and one window of other blocks. Source: the global and local attention of Longformer, on blocks
+    (Beltagy et al. 2020, arXiv:2004.05150).
     """
 
     spelling: ClassVar[str] = "global_local"
@@ -184,10 +184,11 @@ class GlobalLocal(Family):
 
 @dataclass(frozen=True, repr=False)
 class LocalWindow(GlobalLocal):
-    """Query block i attends the key blocks i - blocks .. i + blocks; `block` is the tokens of a block.
+    """A block-sparse sliding window: query block i attends the key blocks i - blocks .. i + blocks.
 
-    With `density`, query block i attends n adjacent key blocks that start at i - n // 2, shifted inward at the ends of
-    the sequence. The block form of Longformer's window (Beltagy et al. 2020, arXiv:2004.05150).
+    `block` is the number of tokens per block. With `density`, query block i attends n adjacent key blocks that start at
+    i - n // 2, shifted inward at the ends of the sequence. Source: the window of Longformer, on blocks (Beltagy et al.
+    2020, arXiv:2004.05150).
     """
 
     spelling: ClassVar[str] = "local_window"
@@ -197,10 +198,11 @@ class LocalWindow(GlobalLocal):
 
 @dataclass(frozen=True, repr=False)
 class StridedBlocks(Family):
-    """Query block i attends key block j iff (i - j) % stride == 0; `block` is the tokens of a block.
+    """A block-sparse pattern in which query block i attends every `stride`-th key block j: (i - j) % stride == 0.
 
-    With `density`, query block i attends the n key blocks (i + floor(m * total / n)) % total for 0 <= m < n. The block
-    form of the strided attention of Sparse Transformers (Child et al. 2019, arXiv:1904.10509).
+    `block` is the number of tokens per block. With `density`, query block i attends the n key blocks (i + floor(m *
+    total / n)) % total for 0 <= m < n. Source: the strided attention of Sparse Transformers, on blocks (Child et al.
+    2019, arXiv:1904.10509).
     """
 
     spelling: ClassVar[str] = "strided_blocks"
@@ -256,11 +258,11 @@ class StridedBlocks(Family):
 
 @dataclass(frozen=True, repr=False)
 class DilatedBlocks(Family):
-    """Query block i attends the key blocks i, i - offset and i + offset for each of `offsets` (default 1, 2, 4).
+    """A block-sparse pattern: query block i attends key blocks i, i - offset and i + offset for each of `offsets`.
 
-    `block` is the tokens of a block, an offset is a number of blocks. With `density`, query block i attends the first n
-    existing key blocks in this order: i, then i -+ 1, i -+ 2, i -+ 4 and so on for the powers of two, then i -+ 3,
-    i -+ 5, i -+ 6 and so on for the other distances; at each distance, the left block comes first.
+    `block` is the number of tokens per block; offsets count blocks (default: 1, 2, 4). With `density`, query block i
+    attends the first n existing key blocks in this order: i, then those at distances 1, 2, 4 and so on for the powers
+    of two, then those at distances 3, 5, 6 and so on; at each distance, the left block comes first.
     """
 
     spelling: ClassVar[str] = "dilated_blocks"
@@ -368,10 +370,11 @@ def _count_non_powers(most: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class Hierarchical(Family):
-    """Query block i attends the key blocks i - w .. i + w for each level (stride, w) with i % stride == 0.
+    """A block-sparse pattern with several window widths: query blocks at multiples of a larger stride see farther.
 
-    `block` is the tokens of a block; w = -1 attends every key block. With `density`, the strides are 1, 4 and 16, the
-    windows are in the same proportion, and the mean over the query blocks is as near to the density as possible.
+    For each level (stride, w), query block i with i % stride == 0 attends the key blocks i - w .. i + w; w = -1 means
+    every key block. `block` is the number of tokens per block. With `density`, the strides are 1, 4 and 16, the windows
+    are in the same proportion, and the mean over the query blocks is as near to the density as possible.
     """
 
     spelling: ClassVar[str] = "hierarchical"
@@ -423,7 +426,7 @@ class Hierarchical(Family):
 
     @cached_property
     def resolved(self) -> tuple[tuple[int, int], ...]:
-        """`levels`, or under a density the levels whose mean over the query blocks is nearest to it."""
+        """The levels (stride, w): those given, or for a density the ones that come nearest to it on average."""
         if self.levels is not None:
             return self.levels
         _, total = self.blocks_and_total()

@@ -80,13 +80,13 @@ def _read_scores(scores: ArrayLike) -> np.ndarray:
 
 
 def from_block_mask(mask: BlockMask, batch: int = 0) -> Pattern:
-    """The pattern of a torch.nn.attention.flex_attention.BlockMask.
+    """Convert a torch.nn.attention.flex_attention.BlockMask to a pattern.
 
-    A mask built from causality, a window and documents becomes `Causal() & Window(left) & Documents(lengths)`, without
-    the parts that the mask lacks; documents may differ between batch elements. Any other mask becomes BlockSparse, or
-    BlockSparse & Causal(): partial blocks are accepted if `mask_mod` restricts each of them to its causal part and
-    `& Causal()` would not change a full block; other partial blocks raise Unsupported. Such a pattern holds for the
-    whole batch: the masks of all batch elements must equal the mask of element `batch`.
+    A mask that consists of causality, a window and documents becomes `Causal() & Window(left) & Documents(lengths)`, or
+    those of the three that it has; documents may differ between batch elements. Any other mask becomes a BlockSparse
+    pattern, with or without `& Causal()`. Partially visible blocks are accepted only if each of them shows exactly its
+    causal part and `& Causal()` would not change any full block; otherwise Unsupported is raised. A BlockSparse pattern
+    holds for the whole batch, so the masks of all batch elements must equal the mask of element `batch`.
 
     Raises InvalidInput for an object without the attributes of a BlockMask, blocks that are not square, different
     numbers of queries and keys, or masks that differ within the batch.
@@ -150,7 +150,7 @@ class _Element:
         self.has_runs = bool((count == self.last - self.first + 1).all())
 
     def make_table(self) -> Pattern:
-        """The blocks as BlockSparse, or BlockSparse & Causal()."""
+        """Convert the mask's blocks to a BlockSparse pattern, with `& Causal()` if partial blocks need it."""
         if self.finer is not None:
             raise _unsupported(*self.finer, "holds neither all, nor none, nor the causal part of its pairs")
         occupied = self.full | self.causal

@@ -15,7 +15,10 @@ SHOWN = 300
 
 
 class PatternParser:
-    """Reads text that calls `functions` by name, with literals or patterns, and joins patterns with & and |."""
+    """Parses text that calls `functions` by name and joins the resulting patterns with & and |.
+
+    Arguments are literals or patterns.
+    """
 
     def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
         self.text, self.functions = text, functions

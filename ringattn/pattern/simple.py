@@ -24,7 +24,10 @@ class Full(BandPattern):
 
 @dataclass(frozen=True)
 class Causal(BandPattern):
-    """Query q attends key k iff k <= q, that is q + 1 keys. `Causal() & Sinks(4)` still hides sinks after the query."""
+    """The pattern in which query q attends the keys k <= q, including its own position.
+
+    In `Causal() & Sinks(4)`, a query does not see sinks later than itself.
+    """
 
     bounds = 0, None
 
@@ -84,10 +87,10 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class Strided(Pattern):
-    """Query q attends every key k, earlier or later, with (q - k) % step == 0; one tile per residue class.
+    """A pattern in which query q attends every `step`-th key, earlier or later: each k with (q - k) % step == 0.
 
-    Source: the strided head of Sparse Transformers (Child et al. 2019, arXiv:1904.10509), which adds `Causal()`. Raises
-    InvalidInput unless `step` is an integer >= 1.
+    Its pairs form one tile for each value of q % step. Source: the strided head of Sparse Transformers (Child et al.
+    2019, arXiv:1904.10509), which adds `Causal()`. Raises InvalidInput unless `step` is an integer >= 1.
     """
 
     step: int

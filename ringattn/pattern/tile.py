@@ -18,18 +18,18 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def shift_range(r: range, by: int) -> range:
-    """The range with all members `by` larger."""
+    """The range `r` moved by `by`: every member is increased by `by`."""
     return range(r.start + by, r.stop + by, r.step)
 
 
 def clip(r: range, low: int, high: int) -> range:
-    """The members of `r` in the closed interval [low, high]."""
+    """The members of `r` from `low` to `high`, both included."""
     first = r.start if low <= r.start else r.start + ceil_div(low - r.start, r.step) * r.step
     return range(first, min(r.stop, high + 1), r.step)
 
 
 def intersect(a: range, b: range) -> range:
-    """The common members of two progressions, by the Chinese remainder theorem."""
+    """The numbers that both ranges contain, as a range; the ranges may have different steps."""
     if not a or not b:
         return EMPTY
     if a.step == 1:
@@ -49,7 +49,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def subtract(a: range, b: range) -> Iterator[range]:
-    """The members of `a` that are not in `b`, as disjoint progressions."""
+    """Yield disjoint ranges that hold the members of `a` that are not in `b`."""
     shared = intersect(a, b)
     if not shared:
         if a:
@@ -66,7 +66,7 @@ def subtract(a: range, b: range) -> Iterator[range]:
 
 
 def union(ranges: Iterable[range]) -> tuple[range, ...]:
-    """The members of all `ranges`, each member once, as disjoint progressions."""
+    """Disjoint ranges that hold every member of `ranges`, each once."""
     disjoint: list[range] = []
     for new in ranges:
         pieces = [new] if new else []
@@ -115,16 +115,16 @@ def merge_runs(runs: Iterable[range]) -> tuple[range, ...]:
 
 
 def locate(part: range, whole: range) -> range:
-    """The indices in `whole` of the members of `part`; `part` must be a sub-progression of `whole`."""
+    """The indices in `whole` of the members of `part`, as a range; every member of `part` must be in `whole`."""
     start = (part.start - whole.start) // whole.step
     step = part.step // whole.step if len(part) > 1 else 1
     return range(start, start + (len(part) - 1) * step + 1, step)
 
 
 def index_ranges(ranges: Sequence[range], first: int = 0) -> Callable[[range], Iterator[range]]:
-    """A function that maps a range to the indices of its members in the concatenated `ranges`, counted from `first`.
+    """A function that maps a range of numbers to their indices in the concatenated `ranges`, counted from `first`.
 
-    It yields the indices as ranges, as few as possible: `intersect` and `locate` for all `ranges` at once.
+    The function ignores numbers that are in none of `ranges`, and yields the indices as few ranges.
     """
     starts, steps, lasts, lengths = np.array([(r.start, r.step, r[-1], len(r)) for r in ranges]).T
     firsts = np.cumsum(lengths) - lengths + first
@@ -211,7 +211,7 @@ class Tile:
         return total
 
     def refine(self) -> Iterator[Tile]:
-        """The same pairs as tiles that are dense or have equal steps: one tile per pair of residue classes."""
+        """Yield tiles with the same pairs, each of which is dense or has equal steps in `q` and `k`."""
         if self.dense or self.q.step == self.k.step:
             yield self
             return
@@ -223,14 +223,14 @@ class Tile:
                     yield tile
 
     def rows(self, side: Literal["keys", "queries"]) -> tuple[range, ...]:
-        """The key positions, or the query positions, that are in at least one pair, as disjoint ranges."""
+        """The positions of the keys (or queries, see `side`) that are in at least one pair, as disjoint ranges."""
         return union(tile.k if side == "keys" else tile.q for tile in self.refine())
 
 
 def make_tile(
     heads: range, q: range, k: range, lo: int | None = None, hi: int | None = None, branch: int = 0
 ) -> Tile | None:
-    """The trimmed tile with these rows and this band; None if it has no pair."""
+    """A tile with these heads, queries, keys and distance bounds, trimmed (see `Tile`); None if it has no pair."""
     if not heads or not q or not k or (lo is not None and hi is not None and lo > hi):
         return None
     # Most tiles that a planner asks for are dense or empty, which the extreme distances alone decide.

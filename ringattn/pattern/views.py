@@ -13,7 +13,7 @@ from .tile import Tile, clip, shift_range
 
 
 class PatternView(Pattern):
-    """Base of patterns that wrap another, `pattern`, and have its branches, output scale and runs."""
+    """Base of patterns that wrap another pattern, `pattern`, and keep its branches, output scale and runs of keys."""
 
     pattern: Pattern
 
@@ -31,7 +31,10 @@ class PatternView(Pattern):
 
 @dataclass(frozen=True)
 class HeadSlice(PatternView):
-    """Some heads of `pattern`: head h of the slice is head first + h of `pattern`, which must be bound to all heads."""
+    """A view of some heads of `pattern`: head h of the view is head first + h of `pattern`.
+
+    `pattern` must already be bound to the number of all its heads.
+    """
 
     pattern: Pattern
     first: int
@@ -53,9 +56,10 @@ class HeadSlice(PatternView):
 
 @dataclass(frozen=True)
 class RowByRow(PatternView):
-    """The `pattern.rows` rows of a batch, `tokens` tokens each, as one sequence in which no row attends another.
+    """A pattern that joins the rows of a batch, `tokens` tokens each, into one sequence; rows do not attend each other.
 
-    Position p is position p % tokens of row p // tokens. `pattern` is bound to the tokens of one row.
+    Position p of the sequence is position p % tokens of batch row p // tokens. `pattern` holds a pattern for each row
+    and is bound to `tokens` tokens.
     """
 
     pattern: Pattern
@@ -94,7 +98,11 @@ class RowByRow(PatternView):
                 yield some, shift_range(rows, first)
 
     def run(self, side: Side, first: Position, last: Position) -> Run | None:
-        """The positions from the start of the run in `first`'s batch row to the end of the run in `last`'s."""
+        """The run of keys (or queries) for positions first .. last, which may lie in different batch rows.
+
+        It reaches from the start of the run in the batch row of `first` to the end of the run in the batch row of
+        `last`.
+        """
         if isinstance(first, np.ndarray) and isinstance(last, np.ndarray):
             runs = [self.run(side, *ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
             if None in runs:
@@ -126,9 +134,10 @@ UNSHIFTED: Shifts = ((0, 0),)
 
 @dataclass(frozen=True)
 class Slotted(PatternView):
-    """The pattern of padded or cropped batch rows: a token's slot (its place in the row) differs from its position.
+    """A pattern for padded or cropped batch rows, in which a token's index in its row (its slot) is not its position.
 
-    `shifts` has one entry per row, or one for all rows. `pattern` is bound to positions, which may outnumber the slots.
+    `shifts` says by how much slots and positions differ, with one entry per row or one for all rows. `pattern` refers
+    to positions, which may outnumber the slots.
     """
 
     pattern: Pattern
@@ -175,6 +184,6 @@ class Slotted(PatternView):
 
 
 def find_tokens(shifts: Shifts) -> list[range]:
-    """The ranges of slots of a row that hold tokens; the last one has no end."""
+    """The ranges of slots that hold tokens and no padding; the last range has no end."""
     ends = [*(first for first, _ in shifts[1:]), FAR]
     return [range(first, end) for (first, by), end in zip(shifts, ends, strict=True) if by is not None]

@@ -23,7 +23,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and a schedule, with its predicted forward or the reason why there is no prediction."""
+    """A layout and schedule that `auto` considered, with the predicted time of a forward or why there is none."""
 
     layout: str
     schedule: str
@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` compared, what it chose, and why (one sentence)."""
+    """The result of `auto`: the candidates it compared, the one it picked, and the reason in one sentence."""
 
     candidates: tuple[Candidate, ...]
     picked: Candidate
@@ -61,6 +61,6 @@ class Choice:
         return 2048 + 1024 * len(self.candidates)
 
     def fastest_without_ulysses(self) -> Candidate:
-        """The fastest compared candidate without Ulysses groups; if none was compared, the first one, the ring."""
+        """The fastest candidate with a prediction and without Ulysses groups; if there is none, the ring."""
         without = [candidate for candidate in self.candidates if split_ulysses(candidate.schedule)[0] == 1]
         return min((c for c in without if c.prediction is not None), key=lambda c: c.seconds, default=without[0])

@@ -41,11 +41,11 @@ MOST_RANGES = 4
 
 
 def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 0, *, ends: bool = False) -> list[int]:
-    """Evenly spaced ranks that stand for all: at most `most`, or all ranks if there are fewer.
+    """A sample of evenly spaced ranks: at most `most` of them, or all ranks if there are fewer.
 
-    With `fewest`, for callers whose work per sampled rank grows with `ranks`: about `work` / `ranks` ranks, but at
-    least `fewest`. With `ends`, they include the first and the last rank; otherwise they are the middles of equal
-    sections.
+    With `fewest`, for callers whose work per sampled rank grows with `ranks`, the sample has about `work` / `ranks`
+    ranks, but at least `fewest`. With `ends`, it includes the first and the last rank; otherwise it consists of the
+    middles of equal sections.
     """
     count = min(ranks, most if fewest is None else max(fewest, min(most, work // ranks)))
     if ends:
@@ -54,17 +54,17 @@ def sampled_ranks(ranks: int, most: int, fewest: int | None = None, work: int = 
 
 
 def sampled_blocks(ranks: int) -> list[int]:
-    """The ranks whose blocks stand for all blocks when a direction is chosen."""
+    """A sample of ranks; their blocks are examined to choose the direction in which all blocks travel."""
     return sampled_ranks(ranks, MOST_BLOCKS, FEWEST_BLOCKS, MOST_BLOCKS**2)
 
 
 class BlockDemand(ABC):
-    """Which rows of the blocks of `layout` each rank needs under `pattern`.
+    """Which rows of each rank's block every other rank needs under `pattern`.
 
-    `KeyDemand` describes blocks of keys and values, `QueryDemand` blocks of queries. A rank needs the rows that pair
-    with its own rows of the other side; `readers` is the layout of that side, by default `layout` itself. `heads` query
-    heads share `kv_heads` key/value heads. `ranks` and `owners` are runs of consecutive ranks. The functions marked
-    `cached` keep their results in `cache`.
+    The block of a rank, its owner, is its shard under `layout`: keys and values in a `KeyDemand`, queries in a
+    `QueryDemand`. A rank needs the rows that form a pair with its own rows of the other side, which it owns under the
+    layout `readers` (default: `layout`). `heads` query heads share `kv_heads` key/value heads. Arguments called `ranks`
+    and `owners` are runs of consecutive ranks. Methods marked `cached` keep their results in `cache`.
     """
 
     #: What the blocks hold.
@@ -88,24 +88,27 @@ class BlockDemand(ABC):
 
     @abstractmethod
     def grouped(self, size: int) -> BlockDemand:
-        """The same demand with each group of `size` adjacent ranks as one rank."""
+        """The demand of a smaller ring in which each group of `size` adjacent ranks is one rank."""
 
     @abstractmethod
     def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` needs a row of some block of `owners`."""
+        """Whether any rank in `ranks` needs a row of any block owned by `owners`."""
 
     @abstractmethod
     def visits(self, rank: int, owner: int) -> bool:
-        """Whether `rank` needs a row of the block of `owner`."""
+        """Whether `rank` needs any row of the block owned by `owner`."""
 
     @cached_property
     def sampled_reach(self) -> RowReach | None:
-        """What ranks need of all blocks, or of `sampled_blocks`; None if only the tiles can tell."""
+        """A table of the rows that each rank needs from all blocks, or from `sampled_blocks` if all would be too many.
+
+        None if there is no such table, so that needed rows must be found with the pattern's tiles.
+        """
         return self._find_reach()
 
     @cached_property
     def row_reach(self) -> RowReach | None:
-        """What ranks need of all blocks; None if only the tiles can tell."""
+        """A table of the rows that each rank needs from all blocks; None if no table covers them all."""
         reach = self.sampled_reach
         return reach if reach is not None and len(reach.blocks) == self.layout.ranks else None
 
@@ -119,7 +122,7 @@ class BlockDemand(ABC):
 
     @cached
     def needed_rows(self, ranks: tuple[range, ...], owner: int) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` needs."""
+        """The rows of the block of `owner` that at least one rank in `ranks` needs."""
         if self.row_reach is not None:
             return self.row_reach.needed(ranks, owner, self.most_ranges)
         if self.readers is not self.layout:
@@ -162,7 +165,7 @@ class BlockDemand(ABC):
         """(heads of the block, local rows) of the block of `owner` that the works of `rank` use."""
 
     def count_needed(self, ranks: tuple[range, ...], owner: int) -> int:
-        """The number of rows in `needed_rows`, summed over heads."""
+        """The number of rows of the block of `owner` that a rank in `ranks` needs, summed over heads."""
         if self.row_reach is not None:
             return self.row_reach.count(ranks, owner) * self.block_heads
         return count_rows(self.needed_rows(ranks, owner), self.block_heads, self.layout.rows(owner))
@@ -224,7 +227,7 @@ class BlockDemand(ABC):
 
 
 class KeyDemand(BlockDemand):
-    """Which keys each rank needs, and the works of a rank's visit to a block of keys."""
+    """Which keys each rank needs, and the computations of a rank with each block of keys (as `Work` objects)."""
 
     side = "keys"
     most_ranges = MOST_RANGES
@@ -238,7 +241,7 @@ class KeyDemand(BlockDemand):
         self.cache = other.cache
 
     def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` sees a key of some rank of `owners`; both are runs of consecutive ranks."""
+        """Whether any rank in `ranks` sees a key of any rank in `owners`; both are runs of consecutive ranks."""
         if not ranks or not owners:
             return False
         reach = self.row_reach
@@ -295,14 +298,14 @@ class KeyDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """The pairs of `works` as few works: short runs of keys are joined, and equal works become repetitions."""
+        """The computations of `works` as fewer works: short runs of keys are joined, equal works become one."""
         return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
 
     @cached
     def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """The visit of `rank` to rows of the block of `owner`, lowered to local rows, one work per tile.
+        """What `rank` computes with the block of `owner`: one `Work` per tile, in local row numbers.
 
-        With a `RowSet`, works have only the pairs of its heads, and index the tensor of the row set.
+        With a `RowSet`, only the pairs of its heads; key rows are then numbered as in the tensor of the row set.
         """
         if isinstance(row_set, RowSet):
             return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
@@ -310,7 +313,10 @@ class KeyDemand(BlockDemand):
 
     @cached
     def first_works(self, rank: int, owner: int, most: int | None) -> tuple[tuple[Work, ...], bool]:
-        """(joined works of a visit's first `most` tiles (None: of all), whether these are all of its tiles)."""
+        """(works, complete): the joined works of the first `most` tiles that `rank` computes with the block of `owner`.
+
+        `complete` is True if there are no further tiles. With most=None, all tiles are included.
+        """
         if most is None:
             return self.joined_works(rank, owner), True
         first = list(islice(self._find_tiles(rank, owner), most + 1))
@@ -320,7 +326,7 @@ class KeyDemand(BlockDemand):
 
 
 class QueryDemand(BlockDemand):
-    """Which queries each rank needs for its keys: the demand `keys` seen from the other side."""
+    """Which queries each rank needs for its keys; derived from the `KeyDemand` called `keys`."""
 
     side = "queries"
     most_ranges = 1 << 62
@@ -343,9 +349,9 @@ class QueryDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """What `rank` computes with its own keys and query rows of `owner`, joined to few works.
+        """What `rank` computes with its own keys and the query rows of `owner`, combined into few works.
 
-        With a `RowSet`, the query heads and rows of the works index its tensor.
+        With a `RowSet`, query heads and rows are numbered as in the tensor of the row set.
         """
         works = self.keys.works(owner, rank, ALL_ROWS)
         if isinstance(row_set, RowSet):

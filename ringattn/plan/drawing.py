@@ -25,14 +25,15 @@ def draw_steps(
     ascii: bool,
     width: int | None = None,
 ) -> str:
-    """One line per rank, one cell per step, in at most `width` columns (default: the width of the terminal).
+    """A picture of a plan as text: one line per rank and one cell per step, at most `width` columns wide.
 
-    `steps(rank)` gives the steps of a rank. `level(rank, step)` is the computed share of the pairs of the visited
-    blocks: 0 for none, 1 for less than half, 2 for less than all, 3 for all.
+    `width` defaults to the width of the terminal. `steps(rank)` gives the steps of a rank. `level(rank, step)` says how
+    many of the pairs in the step's blocks are computed: 0 for none, 1 for less than half, 2 for less than all, 3 for
+    all.
 
-    A cell shows the level, and an arrow if the rank sends meanwhile. If there are many ranks, the picture shows a few
-    groups of neighbours; if there are many steps, the first and the last ones. A last line lists what is left out.
-    Raises InvalidInput if `width` is below LEAST.
+    A cell shows the level, with an arrow if the rank also sends. With many ranks, the picture shows a few groups of
+    neighbours; with many steps, the first and the last ones. A last line lists what is left out. Raises InvalidInput if
+    `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
     if width < LEAST:

@@ -30,12 +30,12 @@ FORMAT = 4
 
 
 class Rotation:
-    """The steps of each rank under a schedule without Ulysses groups; each pass is pass-KV or pass-Q.
+    """Computes the steps of each rank under a schedule without Ulysses groups.
 
-    `keys` is the schedule for blocks of keys, `queries` that for blocks of queries, and `size` gives the bytes of a
-    part of a message. `forward` is what travels in the forward, "kv" or "q". For the backward, `rotate="auto"` chooses
-    what sends fewer bytes, and keys on a tie. For a double ring, whose purpose is to save traffic between nodes, it
-    compares the bytes between nodes first.
+    `keys` schedules blocks of keys, `queries` blocks of queries, and `size` gives the bytes of a part of a message.
+    `forward` says what travels in the forward, "kv" or "q". In the backward with `rotate="auto"`, whatever sends fewer
+    bytes travels; keys on a tie. For a double ring, which is meant to save traffic between nodes, bytes between nodes
+    are compared first.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Rotation:
 
     @cached_property
     def chosen(self) -> str:
-        """What travels in the backward: "kv" or "q"."""
+        """Which blocks travel in the backward: "kv" (keys and values) or "q" (queries)."""
         if self.rotate != "auto":
             return self.rotate
         if self.keys.demand.layout.ranks == 1:
@@ -56,10 +56,10 @@ class Rotation:
         return "q" if queries < keys else "kv"
 
     def count_bytes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(bytes between nodes, all bytes) of a pass-KV backward, and the same of a pass-Q backward.
+        """The bytes sent in a backward, as two pairs (bytes between nodes, all bytes): for pass-KV and for pass-Q.
 
-        With up to `schedules.base.EXACT_RANKS` ranks, counts all blocks; with more, the same few blocks for both
-        passes, which is enough to tell which sends fewer bytes.
+        In pass-KV keys and values travel, in pass-Q queries. With up to `schedules.base.EXACT_RANKS` ranks, all blocks
+        are counted. With more ranks, the same few blocks are counted for both, which is enough to compare them.
         """
         kv, grad, q, row, dq = (self.size(Part(kind, 0, ONE_ROW)) for kind in ("kv", "grad", "q", "row", "dq"))
         keys = self.keys.count_backward_bytes(kv, grad, queries=False)
@@ -69,7 +69,7 @@ class Rotation:
         return keys, queries
 
     def steps(self, rank: int) -> RankPlan:
-        """The steps of a rank."""
+        """What `rank` does at each step of the forward and the backward."""
         if self.chosen == "kv":
             backward, saved = self.keys.backward(rank), self.keys.saved_parts(rank) if self.keys.saves else ()
         else:
@@ -117,7 +117,7 @@ class Plan(PlanSizes):
 
     @cached_property
     def stacked(self) -> bool:
-        """Whether the batch rows lie one after another in one sequence."""
+        """Whether the batch rows are planned as one long sequence, joined end to end."""
         return self.layout.stacked > 1
 
     @cached_property
@@ -126,39 +126,39 @@ class Plan(PlanSizes):
         return self.pattern.output_scale
 
     def layout_of(self, kind: Kind) -> Layout:
-        """The layout of blocks of this kind: of the keys for "kv" and "grad", otherwise of the queries."""
+        """The layout of the rows in parts of this kind: of the keys for "kv" and "grad", otherwise of the queries."""
         return self.layout if self.q_layout is None or kind in OF_KEYS else self.q_layout
 
     def exchange_rows(self, kind: Kind, rank: int) -> tuple[int, ...]:
-        """The number of rows of a rank in each tensor of a part that a Ulysses group exchanges."""
+        """The number of rows that `rank` contributes to each tensor of a Ulysses exchange of this kind."""
         if kind in ("qkv", "dqkv"):
             return self.layout_of("q").rows(rank), *[self.layout.rows(rank)] * 2
         return (self.layout_of("q").rows(rank),) * 2
 
     @cached_property
     def cache(self) -> Cache:
-        """Results of the plan's functions marked `cached`; it lives as long as the plan.
+        """A cache for results derived from this plan; it lives as long as the plan.
 
-        Other packages store results here, too. A key that they make themselves starts with the function that computes
-        the result.
+        It serves the methods marked `cached`, and other packages may store results here. A key made by another package
+        starts with the function that computes the result.
         """
         return Cache(ANSWERS)
 
     @cached_property
     def demand(self) -> KeyDemand:
-        """Which rank needs which keys. Not for plans with Ulysses groups: take the demand of a `ring_plan`."""
+        """Which keys each rank needs. In a plan with Ulysses groups use the demand of a `ring_plan` instead."""
         return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads, self.q_layout)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
-        """Which rank needs which queries under pass-Q.
+        """Which queries each rank needs if queries travel (pass-Q).
 
-        Not for plans with Ulysses groups: take the demand of a `ring_plan`.
+        In a plan with Ulysses groups use the demand of a `ring_plan` instead.
         """
         return QueryDemand(self.demand)
 
     def with_choice(self, choice: Choice) -> Plan:
-        """The same plan with the choice that led to it. Both plans share the caches of their demands."""
+        """A copy of this plan with the given `choice`; both plans share the caches of their demands."""
         plan, asked, size = replace(self, choice=choice), self.ring_plan(0)[0].demand, self.ulysses_size
         # If each query attends one run, all heads are alike.
         alike = bool(self.tokens) and asked.pattern.run("keys", 0, 0) is not None
@@ -176,7 +176,7 @@ class Plan(PlanSizes):
 
     @cached
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
-        """The forward steps of `for_rank`, without planning a backward if that is possible."""
+        """What one rank does at each step of the forward; does not plan the backward unless it has to."""
         if not self.batch:
             return ()
         if self.ulysses_size == 1:
@@ -186,7 +186,7 @@ class Plan(PlanSizes):
 
     @cached
     def plan_rank(self, rank: int) -> RankPlan:
-        """The steps of one rank of a plan with a batch."""
+        """The result of `for_rank` for a plan whose batch is not empty."""
         if self.ulysses_size == 1:
             return self._rotation.steps(rank)
         ring_plan, place = self.ring_plan(rank)
@@ -202,7 +202,7 @@ class Plan(PlanSizes):
         return self.make_rotation(self.demand)
 
     def make_rotation(self, demand: KeyDemand) -> Rotation:
-        """The `Rotation` for `demand`, in a plan without Ulysses groups."""
+        """A `Rotation`, which computes the steps of each rank for `demand`; for plans without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
         rotate = self.rotate.split(", ")[-1]
@@ -212,7 +212,10 @@ class Plan(PlanSizes):
 
     @property
     def forward_rotates(self) -> str:
-        """What travels in the forward: "q" if `rotate` asks for it and queries have their own layout; else "kv"."""
+        """Which blocks travel in the forward: "q" if `rotate` says so for the forward, else "kv".
+
+        A single "q" in `rotate` counts for the forward only if queries have their own layout.
+        """
         forward, *backward = self.rotate.split(", ")
         return "q" if forward == "q" and (backward or self.q_layout is not None) else "kv"
 
@@ -223,16 +226,19 @@ class Plan(PlanSizes):
 
     @property
     def rotates(self) -> str:
-        """What travels in the backward, "kv" or "q"; with Ulysses groups, between the first members of the groups."""
+        """Which blocks travel in the backward, "kv" or "q"; with Ulysses groups, between the groups."""
         return self._rotation.chosen if self.ulysses_size == 1 else self._ring_plans[0].rotates
 
     @cached_property
     def ulysses_size(self) -> int:
-        """The number of ranks that exchange tokens for heads before attention; 1 unless the schedule is ulysses."""
+        """The number of ranks in a Ulysses group, which exchange tokens for heads; 1 unless the schedule is ulysses."""
         return split_ulysses(self.schedule)[0]
 
     def ring_plan(self, rank: int) -> tuple[Plan, int]:
-        """(plan between Ulysses groups that includes `rank`, number of the rank in it); (self, rank) without groups."""
+        """(plan, place): the plan that `rank` follows between Ulysses groups, and the rank's number in it.
+
+        (self, rank) if the schedule has no Ulysses groups.
+        """
         if self.ulysses_size == 1:
             return self, rank
         return self._ring_plans[rank % self.ulysses_size], rank // self.ulysses_size
@@ -261,7 +267,7 @@ class Plan(PlanSizes):
         return estimate_bytes([getattr(self, entry.name) for entry in fields(self)])
 
     def part_bytes(self, part: Part, *, as_sent: bool = True) -> int:
-        """Bytes of a part in a message or, without `as_sent`, in the dtype in which a rank computes with it."""
+        """The bytes of a part in a message or, with as_sent=False, in the dtype in which a rank computes with it."""
         if part.kind not in BLOCKS and part.kind not in SUMS:
             return self.exchange_bytes(part.kind, self.exchange_rows(part.kind, part.owner), self.ulysses_size)
         if self.ulysses_size > 1:  # the part travels between the groups
@@ -308,7 +314,10 @@ class Plan(PlanSizes):
 
     @cached_property
     def documents(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(number of tokens, ranks that hold them) of each packed document with tokens; () if batch rows differ."""
+        """(number of tokens, ranks that own them) for each packed document that is not empty.
+
+        () if there are no documents, if batch rows have different documents, or if queries have their own layout.
+        """
         found = None if self.q_layout is not None else find_documents(self.pattern)
         if found is None:
             return ()
@@ -411,7 +420,7 @@ class Plan(PlanSizes):
 
 
 def bind_sides(pattern: Pattern, layout: Layout, q_layout: Layout, heads: int) -> Pattern:
-    """The pattern bound to keys of `layout` and queries of `q_layout`. Raises InvalidInput if it does not fit."""
+    """The pattern bound to the keys of `layout` and the queries of `q_layout`; InvalidInput if it does not fit them."""
     keys, queries = _end(layout), _end(q_layout)
     pattern.check_sides(keys, queries, heads)
     return pattern.bind(heads, max(keys, queries))
@@ -423,10 +432,10 @@ def _end(layout: Layout) -> int:
 
 
 def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_layout: Layout | None = None) -> Plan:
-    """The plan for a bound pattern; if batch rows have their own patterns, it plans the rows as one long sequence.
+    """Make a plan for a bound pattern; batch rows with different patterns are planned as one long sequence.
 
-    Each rank then has its positions of every row, and the batch is 1. Raises InvalidInput unless the batch has as many
-    rows as the pattern.
+    In that case each rank owns its positions in every row, and the batch size becomes 1. Raises InvalidInput unless the
+    batch has as many rows as the pattern.
     """
     rows = bound.rows
     if rows is not None:

@@ -37,7 +37,7 @@ _layouts = Cache(LAYOUTS)
 
 
 class RowReach(ABC):
-    """What each rank needs of the blocks of some owners; the same for all `heads` heads of a block.
+    """A table of the rows that each rank needs from the blocks of some owners; the same for all `heads` heads.
 
     Every rank needs all rows of its own block.
     """
@@ -57,25 +57,26 @@ class RowReach(ABC):
 
     @abstractmethod
     def count_carried(self, sign: int, limit: int) -> np.ndarray:
-        """The number of rows of a head on each hop of each block in a direction: int64 [blocks, hops], farthest first.
+        """How many rows of one head each block sends on each hop: int64 [blocks, hops], farthest hop first.
 
-        A hop carries the rows that its target, or any rank beyond, needs.
+        A hop carries the rows that the receiving rank, or any rank beyond it, needs. `sign` is the direction (+1 or
+        -1), `limit` the number of hops.
         """
 
     @abstractmethod
     def needed(self, ranks: Ranks, owner: int, most: int, others: Sequence[Ranks] = ()) -> RowSets:
-        """The rows of the block of `owner` that some rank of `ranks` needs and no rank of `others` does.
+        """The rows of the block of `owner` that a rank in `ranks` needs, without those that a rank in `others` needs.
 
-        They are contiguous ranges or, if the block has more than `most` ranges of positions, as few ranges (of any
-        step) as possible. The tables must list all blocks.
+        The result has contiguous ranges, or the fewest possible ranges (of any step) if the block has more than `most`
+        ranges of positions. The tables must cover all blocks.
         """
 
     @abstractmethod
     def count(self, ranks: Ranks, owner: int, others: Sequence[Ranks] = ()) -> int:
-        """The number of rows of one head in `needed`, without making their ranges."""
+        """The number of rows per head that `needed` would return, computed without listing them."""
 
     def needs(self, ranks: range, owners: range) -> bool:
-        """Whether some rank of `ranks` needs a row of some block of `owners`. The tables must list all blocks."""
+        """Whether any rank in `ranks` needs a row of any block in `owners`. The tables must cover all blocks."""
         return bool(self.visits[ranks.start : ranks.stop, owners.start : owners.stop].any())
 
     def _row_sets(self, ranges: Ranges, rows: int) -> RowSets:
@@ -103,7 +104,7 @@ class _Runs:
     right: np.ndarray
 
     def sum_blocks(self, by_run: np.ndarray) -> np.ndarray:
-        """Sums numbers [runs, columns] over the runs of each block: [blocks, columns]."""
+        """Sum numbers [runs, columns] over the runs of each block: returns [blocks, columns]."""
         borders = np.array(self.borders)
         filled = np.flatnonzero(borders[1:] > borders[:-1])
         if len(filled) == len(by_run) == len(self.blocks):
@@ -138,10 +139,10 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
 
 
 class RunReach(RowReach):
-    """What ranks need if each rank's rows are runs: of a run, the first rows, the last rows, or both.
+    """A table for layouts whose shards are runs of positions: how many rows each rank needs at either end of each run.
 
-    A rank with positions before a run needs its rows from the first on; a rank with positions after it needs them up to
-    the last.
+    A rank with positions before a run needs the run's rows from the first on; a rank with positions after it needs rows
+    up to the last.
     """
 
     def __init__(self, layout: Layout, runs: _Runs, needed: Run, heads: int) -> None:
@@ -217,11 +218,11 @@ class RunReach(RowReach):
 
 
 class StripedReach(RowReach):
-    """The reach of striped blocks: each row is needed up to some distance up the ring, and up to some distance down.
+    """A table for striped layouts: how many ranks away from its owner each row is needed, in either direction.
 
-    The ranges of a striped block have a step, so a document with a few rows per rank would take many small tiles.
-    `places` holds for each position the distance up (+1) and down (-1) the ring within which ranks need the row, at
-    most the number of ranks: int16 [tokens] each.
+    It replaces tiles because the ranges of a striped block have a step, so a document with a few rows per rank would
+    need many small tiles. `places` holds for each position the largest distance up (+1) and down (-1) the ring at which
+    ranks need the row, at most the number of ranks: int16 [tokens] each.
     """
 
     def __init__(self, layout: Striped, places: dict[int, np.ndarray], heads: int) -> None:
@@ -305,9 +306,10 @@ def _parts(tokens: int) -> Iterator[slice]:
 
 
 def find_row_reach(pattern: Pattern, side: Side, layout: Layout, owners: Sequence[int], heads: int) -> RowReach | None:
-    """The reach of the blocks of `owners`, or of all blocks; None if ranks do not need runs of rows.
+    """A table of the rows that each rank needs from the blocks of `owners`, or from all blocks.
 
-    Also None if tables would be too large. The blocks hold keys or queries (`side`) with `heads` heads.
+    None if a rank's needs are not runs of rows, or if the table would be too large. The blocks hold keys or queries
+    (`side`) with `heads` heads.
     """
     ranks, tokens = layout.ranks, layout.tokens
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:

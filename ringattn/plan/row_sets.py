@@ -37,10 +37,10 @@ ALL_ROWS: Final = AllRows()
 
 @dataclass(frozen=True)
 class RowSet(Value):
-    """Local rows of some heads of a block, the same number for each head.
+    """Some rows, by local index, of some heads of a block; every head has equally many.
 
     The heads are key/value heads in a block of keys, and query heads in a block of queries. `rows` has one entry for
-    all heads, or one entry per head. The tensor of a row set is [B, len(heads), count, D].
+    all heads, or one entry per head. The rows themselves are stored as a tensor [B, len(heads), count, D].
     """
 
     heads: tuple[int, ...]
@@ -203,7 +203,7 @@ def _ascending(ranges: frozenset[range]) -> Ranges:
 
 
 def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
-    """Row sets from the rows of each head of a block of `rows` rows; heads with equally many rows share a set."""
+    """Make row sets from the rows of each head of a block of `rows` rows; heads with equally many rows share one."""
     if not rows or not any(per_head):
         return NO_ROWS
     if all(ranges == (range(rows),) for ranges in per_head):
@@ -222,7 +222,7 @@ def group_heads(per_head: list[Ranges], rows: int) -> RowSets:
 
 @dataclass(frozen=True)
 class RowCopy:
-    """Rows that two row sets share: the indices of their heads and rows in the tensors of both."""
+    """Where to copy from and to: the heads and rows that two row sets share, as indices into the tensors of both."""
 
     to_heads: range
     to_rows: range | np.ndarray
@@ -231,7 +231,7 @@ class RowCopy:
 
 
 def find_copies(target: RowSet | AllRows, source: RowSet | AllRows, heads: int, rows: int) -> tuple[RowCopy, ...]:
-    """The copies that move all shared rows from the tensor of `source` to the tensor of `target`.
+    """The copies that move every row shared by both row sets from the tensor of `source` to the tensor of `target`.
 
     Both are row sets of the same block of `heads` heads and `rows` rows.
     """

@@ -36,7 +36,7 @@ ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "part": 0, "row": 1, "kv": 2, "q":
 
 
 class Part(NamedTuple):
-    """A part of a message: rows of the block of `owner`, or gradients of these rows on their way to `owner`.
+    """Part of a message: rows of the block of `owner`, or sums for these rows (such as gradients) on their way to it.
 
     `row_set` says which rows of which heads: key/value heads, or query heads under pass-Q.
     """
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message between this rank and `peer`, in flight until the end of step `until` of this rank.
+    """A message that a rank sends to, or receives from, `peer`; in flight until the end of the rank's step `until`.
 
     Both sides use the same `tag`, which is unique among the messages from one rank to another.
     """
@@ -60,10 +60,10 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """Post `sends` and `recvs`, compute the visits (to "kv" or "q" parts) meanwhile, then wait for the due messages.
+    """One step of a rank: post `sends` and `recvs`, compute with the parts in `visits`, wait for the due messages.
 
-    `clock` ascends over the steps of a rank. Both ends of a message post it at the same clock, so that steps of
-    different ranks can be aligned although each rank omits the steps at which it does nothing.
+    `clock` ascends over the steps of a rank. Both ends of a message post it at the same clock; steps of different ranks
+    can therefore be aligned, although each rank omits the steps at which it does nothing.
     """
 
     sends: tuple[Hop, ...] = ()
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def posts(self) -> list[tuple[int, tuple[Hop, ...], tuple[Hop, ...]]]:
-        """The messages of the step, grouped by when they are waited for: (`Hop.until`, sends, receives) each."""
+        """The step's messages, grouped by the step at whose end they are due: (`Hop.until`, sends, receives)."""
 
         def due(hops: tuple[Hop, ...], end: int) -> tuple[Hop, ...]:
             return tuple([hop for hop in hops if hop.until == end])
@@ -87,7 +87,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The steps of one rank. `saved` are the parts that the rank saves from the forward for its backward."""
+    """The steps of one rank in each pass; `saved` are the parts it keeps from the forward for its backward."""
 
     rank: int
     forward: tuple[Step, ...]
@@ -103,7 +103,7 @@ class RankPlan:
 
 
 def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
-    """One part per row set of the block of `owner`."""
+    """Message parts of the given kind for the block of `owner`, one per row set."""
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
@@ -114,9 +114,10 @@ ROTATE = ("auto", "kv", "q")
 
 @dataclass(frozen=True)
 class PlanSizes(Value):
-    """The inputs of a plan besides pattern, layout and schedule. Raises InvalidInput if one is wrong.
+    """The sizes, dtypes and options of a plan: all inputs other than pattern, layout and schedule.
 
-    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype.
+    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype. Raises InvalidInput for
+    a wrong value.
     """
 
     heads: int = 1
@@ -154,7 +155,7 @@ class PlanSizes(Value):
         return {entry.name: getattr(self, entry.name) for entry in fields(PlanSizes)}
 
     def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
-        """The dtype of a block or of sums (gradients, or out and lse) in messages or, without `as_sent`, in kernels."""
+        """The dtype of a kind of part in messages or, with as_sent=False, the dtype in which ranks compute with it."""
         if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
             return self.comm_dtype
         return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"
@@ -164,7 +165,7 @@ class PlanSizes(Value):
         return self.kv_heads if kind in OF_KEYS else self.heads
 
     def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The last dimension of each tensor that a message of this kind carries, inputs or sums."""
+        """The last dimension of each tensor in parts of this kind, such as (D, Dv) for "kv"."""
         if kind == "row":  # lse and delta
             return 1, 1
         if kind == "part":  # out and lse
@@ -172,18 +173,19 @@ class PlanSizes(Value):
         return (self.head_dim,) if kind in ("dq", "query") else (self.head_dim, self.value_dim)
 
     def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool = True) -> int:
-        """Bytes of a block or of its sums; `rows` counts the rows of all heads together."""
+        """The bytes of `rows` rows in a part of this kind; `rows` is summed over heads."""
         return self.batch * rows * sum(self.part_widths(kind)) * ITEM_BYTES[self.part_dtype(kind, as_sent=as_sent)]
 
     def member_heads(self, ulysses_size: int) -> tuple[int, int]:
-        """(query heads, key/value heads) of a member of a Ulysses group.
+        """(query heads, key/value heads) that each rank of a Ulysses group attends with.
 
-        If there are fewer key/value heads than members, each member has a copy of the one that its query heads use.
+        If there are fewer key/value heads than ranks in a group, each rank has a copy of the head that its query heads
+        use.
         """
         return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
 
     def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
-        """Bytes of one message between two ranks of a Ulysses group: one rank's heads, `rows` rows of each tensor."""
+        """The bytes of a message between two ranks of a Ulysses group: one rank's heads, `rows` rows per tensor."""
         item = ITEM_BYTES[self.dtype]
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):

@@ -23,12 +23,12 @@ GATHER_KEYS = 4
 
 @dataclass(frozen=True)
 class Work(Value):
-    """One or several tiles, lowered to the local query rows of a rank and the local key rows of a block.
+    """A piece of work for the kernel: one or several tiles, in local rows of a rank's queries and of a block's keys.
 
-    Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k` one
-    after another. Query heads `heads` share the key/value heads `kv`. Every row of `q` sees a key. The work is repeated
-    `repeat` times; each time, query rows move on by q_shift and key rows by k_shift. Query rows of different
-    repetitions are disjoint, keys may overlap.
+    Query row q[i] attends key j iff lo <= i - j <= hi (None is unbounded), where j counts through the runs of `k`, one
+    after another. The query heads `heads` use the key/value heads `kv`. Every row of `q` sees a key. The work is
+    repeated `repeat` times; from one repetition to the next, query rows move on by q_shift and key rows by k_shift.
+    Repetitions have disjoint query rows, but may share keys.
 
     `sequences` is set by `kernels.packing`: the works that were packed into this one. A row then attends only keys of
     its own sequence, and i and j count back from the last row and the last key of the sequence. If the sequences do not
@@ -55,12 +55,12 @@ class Work(Value):
 
     @cached_property
     def memo(self) -> dict[object, Any]:
-        """Values that kernels keep for the lifetime of the work, such as index tensors on a device."""
+        """Values that kernels store with this work, such as index tensors on a device, for as long as it lives."""
         return {}
 
     @cached_property
     def gathered(self) -> bool:
-        """Whether rows or keys of the sequences must be copied because they do not lie one after another."""
+        """Whether a packed work must copy rows or keys together because its sequences do not follow each other."""
         row, key = self.q.start, self.k[0].start
         for work in self.sequences:
             adjacent = range(row, row + len(work.q)), (range(key, key + work.keys),)
@@ -71,7 +71,7 @@ class Work(Value):
 
     @cached_property
     def copied_rows(self) -> int:
-        """Rows x heads of q, k and v copied for a gathered work; 0 for other works."""
+        """The number of rows, times heads, of q, k and v that a packed work copies; 0 if it need not copy."""
         parts = self.sequences if self.gathered else ()
         return sum(len(work.q) * len(work.heads) + 2 * work.keys * len(work.kv) for work in parts)
 
@@ -82,11 +82,11 @@ class Work(Value):
 
     @property
     def rows(self) -> range:
-        """The local rows from the first query row to the last, over all repetitions."""
+        """The local range from the first query row to the last, over all repetitions."""
         return range(self.q[0], self.q[-1] + 1 + (self.repeat - 1) * self.q_shift)
 
     def narrow(self, q: tuple[int, int], k: tuple[int, int]) -> Work:
-        """The part of the work in its rows with indices q[0] .. q[1]-1 and its keys with indices k[0] .. k[1]-1."""
+        """This work limited to query rows number q[0] .. q[1]-1 and key rows number k[0] .. k[1]-1."""
         shift = q[0] - k[0]
         rows, keys = q[1] - q[0], k[1] - k[0]
         lo = None if self.lo is None or self.lo - shift <= 1 - keys else self.lo - shift
@@ -99,7 +99,7 @@ class Work(Value):
         return replace(self, q=self.q[q[0] : q[1]], k=tuple(runs), lo=lo, hi=hi)
 
     def narrow_rows(self, first: int, last: int) -> Work:
-        """The part of the work in its rows with indices first .. last-1, with the keys that these rows see."""
+        """This work limited to query rows number first .. last-1 and the keys that these rows see."""
         start = 0 if self.hi is None else max(0, first - self.hi)
         stop = self.keys if self.lo is None else min(self.keys, last - self.lo)
         return self.narrow((first, last), (start, stop))
@@ -123,10 +123,10 @@ def _is_short(work: Work) -> bool:
 
 
 def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) -> list[Work]:
-    """The works, in which works on the same few query rows are joined into one that has the key runs of all.
+    """Fewer works for the same pairs: works on the same few query rows become one, with the keys of all of them.
 
-    One kernel call on keys copied together is faster than a call and a merge for each short run. At most one of the
-    joined works has a band; its keys come last. Works for which `joins` is False stay as they are.
+    Copying keys together and calling the kernel once is faster than a call and a merge for each short run. At most one
+    of the joined works has a band; its keys come last. Works for which `joins` is False stay as they are.
     """
     groups: dict[tuple[range, range], list[Work]] = {}
     for work in works:
@@ -148,7 +148,7 @@ def join_keys(works: Iterable[Work], joins: Callable[[Work], bool] = _is_short) 
 
 
 def join_repetitions(works: Iterable[Work]) -> list[Work]:
-    """The works, with those of one shape at equal distances joined into one repeated work."""
+    """Fewer works for the same pairs: works of equal shape at equal distances become one repeated work."""
     groups: dict[object, list[Work]] = {}
     for work in works:
         runs = tuple((run.start - work.k[0].start, len(run), run.step) for run in work.k)
@@ -196,7 +196,10 @@ HeadPairs = list[tuple[int, int]]
 
 
 def localize(tile: Tile, q_rows: range, k_rows: range, first_q: int, first_k: int) -> Tile:
-    """A tile of positions in `q_rows` x `k_rows`, converted to local indices that begin at `first_q` and `first_k`."""
+    """Convert a tile from positions, in the ranges `q_rows` and `k_rows`, to local row indices.
+
+    The indices start at `first_q` for queries and at `first_k` for keys.
+    """
     q, k = shift_range(locate(tile.q, q_rows), first_q), shift_range(locate(tile.k, k_rows), first_k)
     if tile.dense:
         return Tile(tile.heads, q, k, branch=tile.branch)
@@ -216,10 +219,11 @@ def sees_some(pattern: Pattern, q: range, k_shard: Sequence[range], heads: int) 
 
 
 def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[range], heads: int) -> Iterator[Tile]:
-    """Tiles in local row indices. A tile with a band has equal q and k steps if queries and keys have one layout.
+    """Yield the tiles of two shards in local row indices.
 
-    The shards of a cache that was filled in chunks have many ranges, so the pattern is asked for many ranges of keys at
-    once; if the answer has bands, or more tiles than ranges, it is asked again for each half of the ranges.
+    If queries and keys have one layout, a tile with a band has equal steps in q and k. The shards of a cache that was
+    filled in chunks have many ranges, so the pattern is asked for many ranges of keys at once; if the answer has bands,
+    or more tiles than ranges, it is asked again for each half of the ranges.
     """
     starts = [0, *accumulate(map(len, k_shard))]
 
@@ -248,7 +252,7 @@ def find_tiles(pattern: Pattern, q_shard: Sequence[range], k_shard: Sequence[ran
 
 
 def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
-    """The tiles, with dense tiles joined that have the same queries and adjoining keys; dense tiles come last."""
+    """The tiles, after joining dense ones with the same queries and adjoining keys; dense tiles come last."""
     others: list[Tile] = []
     dense: dict[tuple[range, range, int], list[range]] = {}
     for tile in tiles:
@@ -260,9 +264,9 @@ def join_dense(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def join_tiles(tiles: list[Tile]) -> list[Tile]:
-    """Fewer, larger tiles with the same pairs: joins two tiles if their hull contains exactly their pairs.
+    """Fewer, larger tiles with the same pairs; two tiles become one if one tile can have exactly their pairs.
 
-    This turns the cells of a zigzag shard into one causal triangle, and neighbouring dense cells into one cell.
+    For example, the parts of a zigzag shard become one causal triangle, and adjoining dense tiles become one.
     """
     if len(tiles) > MAX_JOINED:
         return tiles
@@ -295,7 +299,7 @@ def _hull(a: Tile, b: Tile) -> Tile | None:
 
 
 def lower(tiles: Iterable[Tile], group: int) -> Iterator[Work]:
-    """The works for tiles in local row indices; `group` query heads share one key/value head."""
+    """Yield the kernel's works for tiles in local row indices; `group` query heads share one key/value head."""
     for tile in tiles:
         for heads, kv in split_heads(tile.heads, group):
             base = 0 if tile.dense else tile.q.start - tile.k.start
@@ -306,9 +310,9 @@ def lower(tiles: Iterable[Tile], group: int) -> Iterator[Work]:
 
 
 def split_heads(heads: range, group: int) -> Iterator[tuple[range, range]]:
-    """(query heads, key/value heads that they use), in parts that one kernel call can take.
+    """Yield (query heads, the key/value heads they use) in portions that one kernel call can take.
 
-    `group` query heads share one key/value head; a part is whole groups, or a single query head.
+    `group` query heads share one key/value head; a portion is whole groups, or a single query head.
     """
     if group == 1:
         yield heads, heads
@@ -350,7 +354,7 @@ def _locate_run(numbers: np.ndarray, run: range) -> Ranges:
 
 
 def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
-    """Works on a whole block, converted to works on the tensor of `row_set`, which must hold all key rows they need.
+    """Convert works on a whole block to works on the tensor of `row_set`, which must hold all key rows they need.
 
     Heads whose rows are at different indices of the tensor get separate works.
     """
@@ -359,10 +363,10 @@ def restrict_keys(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
 
 
 def restrict_queries(works: Iterable[Work], row_set: RowSet) -> Iterator[Work]:
-    """Works on a whole block, converted to works on the tensor of `row_set`, a set of its query rows.
+    """Convert works on a whole block to works on the tensor of `row_set`, which holds some of its query rows.
 
-    Heads whose rows are at different indices of the tensor, and runs of rows that are not adjacent in it, get separate
-    works.
+    Heads whose rows are at different indices of the tensor become separate works, and so do runs of rows that are not
+    adjacent in it.
     """
     for work, rows, joined in _place_heads(works, row_set, by_key=False):
         first, parts = 0, []

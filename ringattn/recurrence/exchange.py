@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class Where(TypedDict, total=False):
-        """The ranks: at most one of a group, a mesh, a transport, and a number of virtual ranks in this process."""
+        """The keyword arguments that choose the ranks of a call: at most one of them may be given.
+
+        They are a group, a mesh, a transport, or a number of virtual ranks in this process.
+        """
 
         group: ProcessGroup | DeviceMesh | None
         mesh: DeviceMesh | None
@@ -40,7 +43,10 @@ Received = dict[tuple[int, int], Tensor]
 
 
 class Ranks:
-    """The ranks of one call of a layer: processes, each with its rows, or virtual ranks in this one, with all rows."""
+    """The ranks that take part in one call of a recurrent layer: real ranks, or virtual ranks in this process.
+
+    On real ranks each process has its own rows; with virtual ranks one process has all rows.
+    """
 
     layout: Layout
 
@@ -99,11 +105,11 @@ class Ranks:
         return sizes
 
     def shard(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The rows along `dim` of each rank of this process."""
+        """The rows of each rank in this process, cut from x along `dim`: x itself on a real rank."""
         return [x] if self.transport is not None else self.layout.shard_all(x, dim)
 
     def unshard(self, shards: list[Tensor], dim: int) -> Tensor:
-        """The tensor of this process from the rows of each of its ranks."""
+        """Undo `shard`: join the rows of each rank in this process along `dim`, in order of position."""
         if self.transport is not None:
             return shards[0]
         order = torch.cat([torch.from_numpy(self.layout.positions(rank)) for rank in self.local])
@@ -112,10 +118,10 @@ class Ranks:
     def move(
         self, plan: RunPlan, number: int, units: Mapping[int, Tensor], like: Tensor, token: Tensor
     ) -> tuple[Received, Tensor]:
-        """Round `number` of `plan`: what the ranks of this process receive, and the next autograd token.
+        """Exchange round `number` of `plan`; returns (what the ranks of this process receive, next autograd token).
 
-        `units` are [rows, width] by run; `like` has 0 rows of the same width. Tokens chain the exchanges of a call, so
-        that all ranks differentiate them in the same order.
+        `units` holds a tensor [rows, width] for each run; `like` has 0 rows of the same width. Tokens chain the
+        exchanges of a call, so that all ranks differentiate them in the same order.
         """
         token, *got = _Move.apply(self, plan, number, tuple(units), like, token, *units.values())
         parts = [part for part in plan.parts[number] if part.receiver in self.local]
@@ -124,7 +130,7 @@ class Ranks:
     def swap(
         self, sends: Mapping[RunPart, Tensor], receives: Sequence[RunPart], like: Tensor, tag: int, what: str
     ) -> list[Tensor]:
-        """Send each part to its receiver, in one message to each, and return the parts that are received."""
+        """Send the tensors in `sends`, in one message per receiver, and return those listed in `receives`."""
         programs = []
         for rank in self.local:
             theirs = [(part, x) for part, x in sends.items() if part.sender == rank != part.receiver]
@@ -216,11 +222,11 @@ class _Move(torch.autograd.Function):
 
 
 class Open(torch.autograd.Function):
-    """x, and the first autograd token of a call.
+    """Returns x and the first autograd token of a call: an empty tensor that ties the call's exchanges together.
 
-    The token, an empty tensor, ties the exchanges together, so that every backward runs all of them in order: the
-    gradient of x waits for theirs. `unused` are tensors that perhaps do not affect this rank's output; their gradients
-    are then zeros, not None.
+    Every exchange takes a token and returns the next one. The backward therefore runs all exchanges, in order on every
+    rank, before it returns the gradient of x. `unused` are tensors that perhaps do not affect this rank's output; their
+    gradients are then zeros, not None.
     """
 
     @staticmethod
@@ -234,7 +240,10 @@ class Open(torch.autograd.Function):
 
 
 class Close(torch.autograd.Function):
-    """The results of a call, tied to its last token: a rank that differentiates any result joins every exchange."""
+    """Returns the results of a call unchanged, but tied to its last autograd token.
+
+    A rank that differentiates any of the results then takes part in every exchange of the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:

@@ -86,19 +86,22 @@ class _Chunks:
         self.places = places[:-1].to(x.device)
 
     def cut(self, x: Tensor, dtype: torch.dtype, fill: Tensor | None = None) -> Tensor:
-        """Rows x [1, T, ...] as chunks [chunks, size, ...]; beyond the end of a piece `fill`, or 0."""
+        """Split rows x [1, T, ...] into chunks [chunks, size, ...]; short chunks are padded with `fill`, or 0."""
         flat = x[0].to(dtype)
         fill = flat.new_zeros(flat.shape[1:]) if fill is None else fill
         return torch.cat([flat, fill.to(flat.dtype)[None]])[self.rows]
 
     def join(self, chunks: Tensor) -> Tensor:
-        """The inverse of `cut`."""
+        """Undo `cut`: the rows [1, T, ...] from their chunks."""
         return chunks.flatten(0, 1)[self.places][None]
 
     def scan(
         self, initial: Tensor | None, zero: Tensor, step: Callable[..., Tensor], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(the state before each chunk, that after each piece); `step` maps states before chunks to those after."""
+        """(state before each chunk, state after each piece), computed by `step`, which maps states from chunk to chunk.
+
+        `step` gets the states before chunks and returns the states after them.
+        """
         state = zero.expand(len(self.order), *zero.shape) if initial is None else initial.to(zero.dtype)[self.order]
         before, ended = [], []
         # Split at once: the backward of a slice fills a tensor as large as the whole.

@@ -72,7 +72,7 @@ class _Scan:
         self.pieces = {rank: cut_pieces(ranks.layout, documents, rank, self.batch) for rank in ranks.local}
 
     def run(self, final: bool, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output [B, n, *out], and the state after the sequence [B, *state], whole on every rank."""
+        """(output [B, n, *out], state after the sequence [B, *state] or None); every rank gets the whole state."""
         ranks, (first, *others) = self.ranks, self.tensors.values()
         opened, token = Open.apply(first, self.initial, *parameters, *([] if first.numel() else others))
         shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
@@ -104,9 +104,9 @@ class _Scan:
         return out, ended[0] if ended else None
 
     def states(self, pieces: Sequence[Piece], before: Mapping[int, Tensor]) -> Tensor | None:
-        """The states before the pieces [pieces, *state]; None if all are 0.
+        """The states with which the pieces begin, [pieces, *state]; None if all are 0.
 
-        `before`: the states that have arrived, by run.
+        `before` holds the received states, by run.
         """
         known = [
             (self.initial[p.row] if self.initial is not None and not p.start else self.zero)
@@ -117,7 +117,7 @@ class _Scan:
         return None if all(x is self.zero for x in known) else torch.stack(known)
 
     def exchange(self, rows: Mapping[int, Rows], token: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """The states [B, *state] before the local runs that need one, by run, and the next autograd token."""
+        """(states, next autograd token): the state [B, *state] before each local run that needs one, by run."""
         ranks, unit = self.ranks, sum(self.sizes) * self.zero.element_size()
         machine = get_machine("cuda" if self.zero.is_cuda else "cpu")
         plan = plan_states(ranks.layout, self.documents, unit, machine)
@@ -143,7 +143,10 @@ class _Scan:
         return states, token
 
     def summarize(self, plan: RunPlan, rows: Mapping[int, Rows]) -> dict[int, Tensor]:
-        """The maps of all local runs that others need, packed; 0 for batch rows where a document ends with the run."""
+        """For each local run that other runs need, the affine map from the state before it to that after it, packed.
+
+        The map is 0 for batch rows in which a document ends with the run.
+        """
         sources, units = {hop.source for hops in plan.rounds[:1] for hop in hops}, dict[int, Tensor]()
         for rank, pieces in self.pieces.items():
             tails = [piece for piece in pieces if piece.goes_on and piece.run in sources]
@@ -165,11 +168,11 @@ class _Scan:
         return {run: empty for run in sources if plan.rank_of(run) in self.ranks.local} | units
 
     def pack(self, a: Tensor, b: Tensor) -> Tensor:
-        """The maps (A, B) of all batch rows as one row [1, width]."""
+        """Join the affine maps (A, B) of all batch rows into one row [1, width]."""
         return torch.cat([a.reshape(1, -1), b.reshape(1, -1)], 1)
 
     def unpack(self, unit: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `pack`."""
+        """Undo `pack`: the maps (A, B) of all batch rows."""
         a, b = unit.split(self.sizes, 1)
         return a.view(self.batch, *self.decay), b.view(self.batch, *self.state)
 
@@ -339,8 +342,8 @@ def affine_scan(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """All states of S = a S + b over a sharded sequence, for layers such as RG-LRU (arXiv:2402.19427). Collective.
 
-    b [B, n, ...] and a, of the same number of dims and broadcastable to b, or with `matrix` a [B, n, ..., K, K] and b
-    [B, n, ..., K, V]: the rows of this rank. initial_state [B, ...]. a may be 0 or negative.
+    b is [B, n, ...], the rows of this rank. a has as many dims as b and broadcasts to it; with `matrix`, a is [B, n,
+    ..., K, K] and b [B, n, ..., K, V]. initial_state: [B, ...]. a may be 0 or negative.
 
     The other arguments and the errors are those of `gated_delta_rule`. Returns (states [B, n, ...], the last state
     [B, ...] or None).
@@ -414,7 +417,10 @@ def causal_conv1d(
     unit, zero, outs = batch * channels * x.element_size(), x.new_zeros(width, channels), []
 
     def history(piece: Piece, halos: Mapping[int, Tensor], target: int) -> Tensor:
-        """The K - 1 rows [K - 1, C] before a piece: of its own document or, before that, the initial state or 0."""
+        """The K - 1 inputs before a piece, [K - 1, C].
+
+        They are those of its own document; before the document's start, the initial state (first document) or 0.
+        """
         known = min(piece.before, width)
         rest = initial[piece.row] if piece.start == piece.before else zero
         return torch.cat([rest, halos[target][-known:, piece.row]])[-width:] if known else rest

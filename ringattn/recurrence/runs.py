@@ -30,7 +30,7 @@ MOST_GATHERED = 64
 
 
 class LayoutRun(NamedTuple):
-    """Positions start .. stop-1, which `rank` holds in its local rows from `first` on."""
+    """A run of adjacent positions start .. stop-1 on `rank`, whose local rows for them begin at `first`."""
 
     rank: int
     start: int
@@ -39,7 +39,7 @@ class LayoutRun(NamedTuple):
 
 
 class RunHop(NamedTuple):
-    """The last `rows` rows of run `source` go to run `target`.
+    """A transfer between runs: the last `rows` rows of run `source` go to run `target`.
 
     With R runs in all, target R + r stands for the final state on rank r.
     """
@@ -50,7 +50,7 @@ class RunHop(NamedTuple):
 
 
 class RunPart(NamedTuple):
-    """The last `rows` rows of run `source`, in a message of a round."""
+    """Part of a message from rank `sender` to rank `receiver`: the last `rows` rows of run `source`."""
 
     sender: int
     receiver: int
@@ -60,10 +60,9 @@ class RunPart(NamedTuple):
 
 @lru_cache(maxsize=256)
 def list_runs(layout: Layout) -> tuple[LayoutRun, ...]:
-    """The runs (adjacent tokens on a rank) of all ranks, in order of the sequence.
+    """The runs (adjacent tokens on one rank) of all ranks, in the order of the sequence.
 
-    Raises Unsupported if a rank has more than MOST_RUNS runs, or if the ranks do not hold exactly the positions from 0
-    on.
+    Raises Unsupported if a rank has more than MOST_RUNS runs, or if the positions are not 0 .. tokens-1.
     """
     if layout.stacked > 1 or layout.domain not in ((range(layout.tokens),), ()):
         raise Unsupported(f"layout {layout.name}: recurrent layers need all positions from 0 on; try layout='zigzag'")
@@ -89,7 +88,7 @@ def list_runs(layout: Layout) -> tuple[LayoutRun, ...]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The messages of one exchange between runs, in rounds. `unit`: the bytes of one state, or of one row of a halo."""
+    """The messages of one exchange between runs, in rounds; `unit` is the bytes of one state or one input row."""
 
     runs: tuple[LayoutRun, ...]
     #: "gather", "scan" or "rows".
@@ -98,12 +97,15 @@ class RunPlan:
     unit: int
 
     def rank_of(self, run: int) -> int:
-        """The rank of a run, or of a target beyond the runs, see `RunHop`."""
+        """The rank that owns a run, or the rank that a target beyond the last run stands for, see `RunHop`."""
         return self.runs[run].rank if run < len(self.runs) else run - len(self.runs)
 
     @cached_property
     def parts(self) -> tuple[tuple[RunPart, ...], ...]:
-        """What is sent in each round. A rank gets what several of its runs need once; ranks may send to themselves."""
+        """The parts that ranks send in each round.
+
+        If several runs of a rank need the same rows, the rank gets them once. A rank may send to itself.
+        """
         rounds = []
         for hops in self.rounds:
             rows: dict[tuple[int, int, int], int] = {}
@@ -115,7 +117,7 @@ class RunPlan:
 
     @cached_property
     def messages(self) -> dict[tuple[int, int, int], int]:
-        """Bytes of each message of a forward by (round, sender, receiver). The backward sends the same ones back."""
+        """The bytes of each message of a forward, by (round, sender, receiver); the backward sends as many back."""
         found: dict[tuple[int, int, int], int] = {}
         for number, parts in enumerate(self.parts):
             for sender, receiver, _, rows in parts:
@@ -125,7 +127,7 @@ class RunPlan:
         return found
 
     def seconds(self, machine: Machine) -> float:
-        """The modelled seconds of a forward: summed over rounds, latency and the busiest rank's bytes."""
+        """The modelled seconds of a forward: the sum over rounds of the latency and the busiest rank's transfers."""
         total = 0.0
         for number in range(len(self.rounds)):
             busy: dict[tuple[int, int], float] = {}
@@ -140,7 +142,10 @@ class RunPlan:
 
 
 def borders(documents: Documents | None) -> list[np.ndarray]:
-    """The starts of documents, ascending, each once: one array for all batch rows, or one for each if they differ."""
+    """The positions at which documents start, ascending, each once.
+
+    One array for all batch rows, or one for each row if they differ.
+    """
     if documents is None:
         return [np.array([0])]
     return [np.unique(documents.row(row).starts[:-1] or (0,)) for row in range(documents.rows or 1)]
@@ -154,11 +159,12 @@ def _oldest(documents: Documents | None, runs: Sequence[LayoutRun]) -> list[int]
 
 @lru_cache(maxsize=256)
 def plan_states(layout: Layout, documents: Documents | None, unit: int, machine: Machine) -> RunPlan:
-    """The faster of an all-gather and a scan of the affine maps of all runs, each of `unit` bytes.
+    """Plan how each run learns its initial state: by an all-gather or by a scan, whichever is faster on `machine`.
 
-    In the gather every run gets the maps of the runs before it in one round. In the scan (Hillis & Steele 1986) it gets
-    its predecessor's map, and then, in ceil(log2(runs)) rounds, the composition of the maps of 2, 4, 8 ... runs before
-    it. Maps from before the document of a run are not sent.
+    Each run has an affine map from the state before it to the state after it; a map has `unit` bytes. In the all-gather
+    every run gets the maps of the runs before it in one round. In the scan (Hillis & Steele 1986) it gets its
+    predecessor's map, and then, in ceil(log2(runs)) rounds, the composed maps of 2, 4, 8 ... runs before it. Maps from
+    before the document of a run are not sent.
     """
     runs = list_runs(layout)
     oldest = _oldest(documents, runs)
@@ -180,7 +186,10 @@ def plan_states(layout: Layout, documents: Documents | None, unit: int, machine:
 
 @lru_cache(maxsize=256)
 def plan_rows(layout: Layout, documents: Documents | None, count: int, unit: int, *, ends: bool = False) -> RunPlan:
-    """Gives each run the last `count` rows before it or, with `ends`, each rank those at the end of the sequence."""
+    """Plan the messages that bring each run the last `count` rows before it, as far as they are in its document.
+
+    With `ends`, they bring each rank the last `count` rows of the sequence instead.
+    """
     runs = list_runs(layout)
     targets = [*enumerate(zip((run.start for run in runs), _oldest(documents, runs), strict=True))]
     if ends:
@@ -197,7 +206,7 @@ def plan_rows(layout: Layout, documents: Documents | None, count: int, unit: int
 
 
 class Piece(NamedTuple):
-    """Rows begin .. end-1 of a rank's [B * n] rows: part of one run, one document, and one batch row."""
+    """Rows begin .. end-1 of a rank's [B * n] rows that lie in the same run, document and batch row."""
 
     begin: int
     end: int
@@ -213,7 +222,7 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=256)
 def cut_pieces(layout: Layout, documents: Documents | None, rank: int, batch: int) -> tuple[Piece, ...]:
-    """The pieces of a rank in order of its rows."""
+    """Split a rank's rows into pieces, which end where a run, a document or a batch row ends; in order of the rows."""
     runs = list_runs(layout)
     mine = sorted((run.first, index) for index, run in enumerate(runs) if run.rank == rank)
     rows, borders_of, pieces = layout.rows(rank), borders(documents), []
@@ -231,7 +240,7 @@ def cut_pieces(layout: Layout, documents: Documents | None, rank: int, batch: in
 
 
 def cut_ends(layout: Layout, documents: Documents | None, batch: int) -> list[Piece]:
-    """For each batch row an empty piece at the end of the sequence, in its last document."""
+    """An empty piece at the end of the sequence for each batch row, which belongs to the row's last document."""
     tokens = layout.tokens
     firsts = [int(starts[starts < max(tokens, 1)][-1]) for starts in borders(documents)]
     firsts = firsts if len(firsts) == batch else firsts * batch

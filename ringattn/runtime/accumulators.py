@@ -31,9 +31,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """x if its rows are whole cache lines, or if it is contiguous and begins a cache line; else a contiguous copy.
+    """x with its rows aligned to cache lines: x itself if they already are, else a contiguous copy.
 
-    The order of summation in a matrix product depends on addresses. With aligned rows, a shard gives the same bits as a
+    x itself is returned if a row is a whole number of cache lines, or if x is contiguous and begins a cache line. The
+    order of summation in a matrix product depends on addresses. With aligned rows, a shard gives the same bits as a
     separate tensor (on a real rank) and as a view of the whole sequence (on a virtual rank).
     """
     if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
@@ -42,7 +43,7 @@ def align_rows(x: Tensor) -> Tensor:
 
 
 class RowViews:
-    """Tensors [B, H, n, ...] and the views of them that kernel calls read or write. Each view is made only once."""
+    """Tensors [B, H, n, ...], with a cache of the views that kernel calls read or write."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -73,7 +74,7 @@ class RowViews:
 def select_inputs(
     work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The rows that a call reads, by query and by key: views, or a copy if the keys are several runs.
+    """(query tensors, key tensors) that a kernel call reads: views, or copies if its rows do not lie together.
 
     `batch` None is the whole batch.
     """
@@ -112,9 +113,10 @@ def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Te
 def accumulate(
     sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
 ) -> None:
-    """Add `parts` [B or repeat, heads, rows, D or more] to `sums` [B, H, n, D], at the query (`by_key`: key) rows.
+    """Add a call's results to its query rows (with `by_key`: key rows) in `sums`.
 
-    `is_new`: the sums are uninitialized; the parts cover all of their rows and overwrite them.
+    Shapes: parts [B or repeat, heads, rows, D or more], sums [B, H, n, D]. `is_new`: the sums are uninitialized, and
+    the parts, which cover all rows, overwrite them.
     """
     if is_new:
         for total, part in zip(sums.tensors, parts, strict=True):
@@ -146,9 +148,9 @@ def _packing() -> ModuleType:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of the kernel. `rows` are its query rows, counted from the start of their section.
+    """One call of the kernel; `rows` are its query rows, counted from the start of their section.
 
-    `first`: the rows have no partial yet, so the result is copied instead of merged.
+    `first` means that these rows have no partial result yet, so the call's result is copied instead of merged.
     """
 
     work: Work
@@ -158,10 +160,10 @@ class KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A run of local query rows. Every work lies entirely inside or outside, so the section can be finished on its own.
+    """A run of local query rows that is finished on its own: every work lies entirely inside or outside of it.
 
-    `single`: no row has two partials. `filled`: a merge may touch rows that have no partial yet, so the section must
-    start with out 0 and lse -inf.
+    `single`: no row gets more than one partial result. `filled`: a merge may touch rows without a partial result, so
+    the section must start with out 0 and lse -inf.
     """
 
     rows: range
@@ -171,7 +173,7 @@ class Section:
 
 @dataclass(frozen=True)
 class VisitPart:
-    """The kernel calls of one visit in one section. `last`: no later visit has calls in this section."""
+    """The kernel calls in one section that compute with one block; `last` means that no later block has calls there."""
 
     section: Section
     calls: tuple[KernelCall, ...]
@@ -183,7 +185,10 @@ MergePlan = tuple[tuple[tuple[VisitPart, ...], ...], tuple[range, ...]]
 
 
 def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
-    """The merge plan of one rank with the calls that `kernel` makes. Cached by the plan."""
+    """The kernel calls of a rank's forward by visited block and section, and the rows that see no key.
+
+    The calls are those that `kernel` makes. The plan caches the result.
+    """
     return plan.cache.answer((make_merge_plan, rank, kernel.key), lambda: _plan_merges(plan, rank, kernel))
 
 
@@ -266,11 +271,12 @@ def _counts(partials: np.ndarray, work: Work, origin: int) -> np.ndarray:
 
 
 class OutputAccumulator:
-    """The output rows of one rank. A row with one partial is written once; several partials are merged in fp32 or fp64.
+    """Collects the output rows of one rank from the partial results of kernel calls.
 
-    An output in the merge dtype is its own accumulator; a narrower one has an accumulator per section while the section
-    is open. lse is accumulated in fp64, because every rounding of lse changes the backward's probabilities. If no
-    output is given, a first partial that covers all rows becomes the output without a copy.
+    A row with a single partial result is written once; several are merged in fp32 or fp64. If the output has this
+    dtype, it is merged in place. Otherwise each section has an accumulator until its rows are complete. lse is
+    accumulated in fp64, because every rounding of lse changes the backward's probabilities. If the caller gives no
+    output, a first partial result that covers all rows becomes the output without a copy.
     """
 
     def __init__(self, q: Tensor, value_dim: int, out: Tensor | None) -> None:
@@ -283,7 +289,7 @@ class OutputAccumulator:
         self._open: dict[Section, RowViews] = {}
 
     def add(self, section: Section, call: KernelCall, part: Tensor, part_lse: Tensor, batch: slice | None) -> None:
-        """Merge the partial of a kernel call for some elements of the batch (None: all)."""
+        """Merge the partial result of a kernel call into its rows, for the given elements of the batch (None: all)."""
         work = call.work
         if self.out is None and not work.gathered and part.shape == self.shape and part.dtype == self._whole_dtype:
             self.out = part
@@ -300,7 +306,10 @@ class OutputAccumulator:
             self._rows(self.out, section.rows).copy_(accumulator)
 
     def finish(self, empty: Sequence[range], sinks: Tensor | None) -> Pair:
-        """(out, lse) of all rows. Rows in `empty` see no key and get 0 and -inf. `sinks` [H] are merged last."""
+        """(out, lse) of all rows, with `sinks` [H] merged. The rows in `empty` see no key: out is 0, lse -inf.
+
+        Sinks are merged after that, so with sinks these rows have another lse.
+        """
         self._allocate()
         assert self.out is not None and self.lse is not None
         for rows in empty:
@@ -335,7 +344,10 @@ class OutputAccumulator:
 
 
 def make_output_sums(q: Tensor, value_dim: int) -> Pair:
-    """The initial (out, lse) of queries, before any key: out in fp32 (fp64 for fp64 queries), lse in fp64."""
+    """(out, lse) for queries that have not met a key yet: out is 0, and lse is -inf.
+
+    out is fp32 (fp64 for fp64 queries), lse is fp64.
+    """
     out = _empty_rows((*q.shape[:3], value_dim), wide(q.dtype), q.device)
     lse = _empty_rows(q.shape[:3], torch.float64, q.device)
     begin_sums(out, lse)
@@ -343,9 +355,10 @@ def make_output_sums(q: Tensor, value_dim: int) -> Pair:
 
 
 def merge_partial(totals: RowViews, work: Work, part: Pair, batch: slice | None, *, is_new: bool) -> None:
-    """Merge the partial of a call into the (out, lse) of its rows, for some elements of the batch (None: all).
+    """Merge a call's partial result (out, lse) into the totals of its query rows.
 
-    `is_new`: (out, lse) are uninitialized; the partial covers all of their rows and overwrites them.
+    `batch` selects elements of the batch (None: all). `is_new`: the totals are uninitialized, and the partial result,
+    which covers all rows, overwrites them.
     """
     if is_new:
         for total, x in zip(totals.tensors, part, strict=True):
@@ -386,7 +399,7 @@ def _empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, target: Tensor | None) -> Pair:
-    """The final (out, lse) of queries, with the `sinks` [H] merged last; out is written to `target` if given."""
+    """Complete (out, lse): merge the `sinks` [H] if given, and cast; out is written to `target` if given."""
     if sinks is not None:
         merge_sinks_(out, lse, sinks)
     out = as_dtype(out, q.dtype) if target is None else target.copy_(out)

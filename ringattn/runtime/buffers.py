@@ -28,7 +28,10 @@ PAGE = 512
 
 
 class Buffer:
-    """One message in a store: the index of the tensor of its bytes, and of each part's tensors (see `place_parts`)."""
+    """The memory of one message, with the numbers of its tensors: its bytes, and the tensors of each part.
+
+    See `place_parts` for where the parts lie.
+    """
 
     def __init__(self, recorder: Recorder, store: int, first: int, size: int, parts: Sequence[Part], *, as_sent: bool):
         self.store, self.first, self.size, self.parts = store, first, size, tuple(parts)
@@ -47,10 +50,10 @@ class Buffer:
 
 
 class Recorder:
-    """Records what a pass does, numbers its tensors, and hands out message buffers for reuse.
+    """Records the actions of a pass, so that they can be replayed with tensors given by number.
 
-    Buffer sizes are multiples of an eighth of the largest message (`largest_message`, bytes), so messages of similar
-    sizes share buffers.
+    It also hands out message buffers and reuses them. Buffer sizes are multiples of an eighth of `largest_message`
+    (bytes), so messages of similar sizes can share buffers.
     """
 
     def __init__(self, plan: Plan, largest_message: int, device: torch.device) -> None:
@@ -65,7 +68,7 @@ class Recorder:
         self._numbers: dict[View, int] = {}
 
     def given(self, *shapes: Sequence[int]) -> Numbers:
-        """Numbers for tensors of these shapes that the caller gives to `PassTensors`."""
+        """New numbers for tensors of these shapes, which the caller passes to `PassTensors` before a pass."""
         first = len(self._views)
         self._views += [None] * len(shapes)
         self._shapes += map(tuple, shapes)
@@ -80,7 +83,7 @@ class Recorder:
         return self._numbers[view]
 
     def take(self, parts: Sequence[Part], *, as_sent: bool = False, saved: bool = False) -> Buffer:
-        """An uninitialized buffer for these parts, reused unless it must outlive the pass (`saved`)."""
+        """An uninitialized buffer for these parts. `saved` buffers outlive the pass; others may be reused ones."""
         size = sum(self.plan.part_bytes(part, as_sent=as_sent) for part in parts)
         if saved:
             self._stores.append(size)
@@ -96,24 +99,24 @@ class Recorder:
         return Buffer(self, 0, first, size, parts, as_sent=as_sent)
 
     def drop(self, buffer: Buffer, part: Part) -> None:
-        """Mark one part of a buffer as no longer needed; a buffer without live parts is free."""
+        """Mark a part of a buffer as no longer needed; once all its parts are, the buffer can be reused."""
         buffer.live.discard(part)
         if not buffer.live and not buffer.store:
             self._free.append((buffer.first, buffer.size))
 
     def add(self, kind: Kind, targets: Numbers, sources: Numbers, rows: RowCopy | None = None) -> None:
-        """Record that sums `sources` are added to `targets`; partial results (out, lse) are merged instead."""
+        """Record an action that adds the sums `sources` to `targets`, or merges them if they are (out, lse)."""
         self.copy(targets, sources, rows, how="merge" if kind == "part" else "add")
 
     def copy(self, targets: Numbers, sources: Numbers, rows: RowCopy | None = None, *, how: How = "copy") -> None:
-        """Record a copy of the tensors of a part, or of some `rows`, the same in all tensors of the part."""
+        """Record an action that copies a part's tensors, or only some `rows`, which are the same in each tensor."""
         index = ALL
         if rows is not None:
             index = RowIndex.of(rows, self._shapes[targets[0]], self._shapes[sources[0]], self.device)
         self.actions.append(Move(targets, sources, index, how))
 
     def zero(self, kind: Kind, targets: Numbers) -> None:
-        """Record the initial sums of a part: 0, and -inf for lse."""
+        """Record an action that sets the sums of a part to their initial values: 0, and -inf for lse."""
         self.actions.append(Move(targets, (), ALL, "merge" if kind == "part" else "copy"))
 
     def collect(self) -> Actions:
@@ -123,7 +126,7 @@ class Recorder:
 
     @property
     def memory(self) -> Memory:
-        """The memory that the pass needs, once everything is recorded."""
+        """How much memory the pass needs, and where its tensors lie; only valid after all actions are recorded."""
         grouped: dict[tuple[int, torch.dtype], list[tuple[int, View]]] = {}
         for number, view in enumerate(self._views):
             if view is not None:
@@ -132,7 +135,7 @@ class Recorder:
 
 
 class StepMessages(ABC):
-    """Records the messages of a rank's steps: the step that posts each, and the wait when it is due.
+    """Records when a rank posts its messages and when it waits for them, step by step.
 
     A subclass defines what is sent (`pack`), where messages arrive (`make_room`) and how they are used (`unpack`).
     """
@@ -160,7 +163,7 @@ class StepMessages(ABC):
             self._open.append((until, Wait(ticket), sent, received))
 
     def wait(self, index: int) -> None:
-        """Record the waits for messages that are due at the end of step `index`."""
+        """Record that the rank waits for the messages due at the end of step `index`, and uses them."""
         due = [messages for messages in self._open if messages[0] <= index]
         self._open = [messages for messages in self._open if messages[0] > index]
         for _, wait, sent, received in due:
@@ -174,23 +177,23 @@ class StepMessages(ABC):
 
     @abstractmethod
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """The buffer that holds the message to send, and those of its parts that may be dropped once it is sent."""
+        """(buffer, copies): the buffer to send as this message, and its parts that may be dropped once sent."""
 
     def make_room(self, hop: Hop) -> Buffer:
-        """The buffer to receive a message in."""
+        """A buffer in which to receive the message."""
         return self.recorder.take(hop.parts, as_sent=True)
 
     @abstractmethod
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
-        """Take in a message that has arrived."""
+        """Record what happens to a message that has arrived."""
 
 
 class RankState(StepMessages):
-    """The parts of blocks and gradient sums that a rank holds, step by step, in one forward or backward of the ring.
+    """Tracks, step by step, which parts of blocks and gradient sums a rank holds during one pass around the ring.
 
-    `rank` is the rank in `plan`, the plan of the ring. `own` are the kinds of the rank's own blocks that travel, and
-    `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward has to save or, with `given`,
-    that a backward got from its forward.
+    `rank` is the rank's number in `plan`, the plan of the ring. `own` lists the kinds of the rank's own blocks that
+    travel, and `sums` the kinds of the sums for its own rows. `saved` are the parts that a forward must save or, with
+    `given`, those that a backward got from its forward.
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class RankState(StepMessages):
         self.last_use = _last_uses(self.steps)
 
     def finish(self, index: int) -> Actions:
-        """The actions at the end of step `index`. Frees everything that no later step needs."""
+        """End step `index`: free what no later step needs, and return the actions recorded since the last call."""
         self.wait(index)
         for part in self.saved:
             if self._is_done(part, index):
@@ -236,7 +239,7 @@ class RankState(StepMessages):
         return self.recorder.collect()
 
     def block(self, part: Part) -> Numbers:
-        """The tensors of a part of a block: as it arrived, or assembled from the parts that hold its rows."""
+        """The numbers of a block part's tensors: those that arrived, or new ones assembled from parts with its rows."""
         if part not in self.blocks:
             buffer = self.recorder.take((part,), saved=part in self.saved)
             self._copy_part(part, buffer.view(part))
@@ -244,13 +247,13 @@ class RankState(StepMessages):
         return self.blocks[part]
 
     def is_new(self, part: Part) -> bool:
-        """Whether nothing has been summed yet for a part of another rank's gradients."""
+        """Whether the gradients in this part belong to another rank and this rank has yet to add to them."""
         return part.owner != self.rank and part not in self.home
 
     def sums(self, part: Part, *, zero: bool = True) -> Numbers:
-        """The gradients summed so far for a part, in fp32 (fp64 for fp64 inputs); zeros at first.
+        """The numbers of the tensors in which a part's gradients are summed, in fp32 (fp64 for fp64 inputs).
 
-        With zero=False new sums are uninitialized: the caller overwrites all of them.
+        They start as zeros. With zero=False new ones are uninitialized: the caller overwrites all of them.
         """
         if part.owner == self.rank:
             return self.own_sums[Part(part.kind, self.rank)]
@@ -266,7 +269,10 @@ class RankState(StepMessages):
         return self.recorder.take(hop.parts, as_sent=True, saved=outlives)
 
     def pack(self, hop: Hop) -> tuple[Buffer, list[Part]]:
-        """(a buffer with exactly the message's parts, an existing or newly packed one; which parts are copies)."""
+        """(buffer, copies): a buffer with exactly the message's parts, and those of them that are mere copies.
+
+        An existing buffer is used if it fits.
+        """
         buffer = self.home.get(hop.parts[0])
         if (
             buffer is not None
@@ -279,7 +285,7 @@ class RankState(StepMessages):
         return buffer, [part for part in hop.parts if not self._pack_part(part, buffer)]
 
     def unpack(self, hop: Hop, buffer: Buffer) -> None:
-        """Take in the parts of a message that has arrived: keep blocks as they are, add gradients to sums."""
+        """Record the use of a received message: blocks stay in their buffer, gradients are added to sums."""
         for part in buffer.parts:
             self._take_in(part, buffer)
 
@@ -376,12 +382,12 @@ def _use(part: Part) -> tuple[bool, int]:
 def place_parts(
     plan: Plan, parts: Sequence[Part], *, as_sent: bool
 ) -> tuple[int, dict[Part, list[tuple[int, TensorSpec]]]]:
-    """(bytes of a message, first byte and spec of each tensor of each part), ordered to be aligned without padding.
+    """(bytes of a message, places): for each part, the first byte and the spec of each of its tensors.
 
-    Parts whose sizes are multiples of ALIGNED bytes come first. Each of these parts then begins at a multiple of
-    ALIGNED bytes, as GPU kernels require for blocks that they read in place. The other parts follow in descending order
-    of their item sizes, so that each part begins at a multiple of its item size. `as_sent`: the parts have the dtypes
-    of a message, else the dtypes that kernels compute with.
+    Parts are placed without padding. Parts whose sizes are multiples of ALIGNED bytes come first, so each begins at a
+    multiple of ALIGNED bytes, as GPU kernels require for blocks that they read in place. The others follow in
+    descending order of their item sizes, so that each begins at a multiple of its item size. `as_sent` means the dtypes
+    of messages, otherwise those in which kernels compute.
     """
     sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
     specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
@@ -408,7 +414,7 @@ def message_views(data: Tensor, plan: Plan, parts: Sequence[Part]) -> dict[Part,
 
 
 def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
-    """Shapes and dtypes of the tensors of a part; see `Plan.part_bytes` for `as_sent`.
+    """The shape and dtype of each tensor of a part; see `Plan.part_bytes` for `as_sent`.
 
     Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
     """

@@ -17,13 +17,14 @@ LARGE = 16.0
 
 
 class Centre:
-    """The key that a rank subtracts from all keys in a pass: its own first key if logits are large, else none.
+    """Subtracts a rank's first key from all keys if logits are large, which makes rounding errors small.
 
-    Kernels round the lse of each call: fp32 numbers near 374, say, are 3e-5 apart. Such errors would give the calls of
-    a row wrong weights in the output, and in the backward weights unlike the forward's, an error that is multiplied by
-    what all keys have in common. After the subtraction, logits and these errors are small. The number by which each
-    row's logits fell is added back to lse in fp64; (row sum of dS) x key is added back to dq, see `restore`. Only the
-    first key and the first query decide whether to subtract, so no later token changes the bits of an earlier row.
+    Kernels round the lse of each call: fp32 numbers near 374, for example, are 3e-5 apart. Such errors would give the
+    calls of a row wrong weights in the output. In the backward, weights would differ from those of the forward, an
+    error that is multiplied by what all keys have in common. After the subtraction, logits and these errors are small.
+    The number by which each row's logits fell is added back to lse in fp64; (row sum of dS) x key is added back to dq,
+    see `restore`. Only the first key and the first query decide whether to subtract, so no later token changes the bits
+    of an earlier row.
     """
 
     def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
@@ -45,21 +46,24 @@ class Centre:
                 self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
 
     def keys(self, k: Tensor, of: AllRows | RowSet = ALL_ROWS, *, wider: bool = False) -> Tensor:
-        """k minus the key, with the heads in `of`; `wider`: plus a column of ones, for the row sums of dS."""
+        """The keys k after the subtraction; `wider` adds a column of ones, which yields the row sums of dS.
+
+        `of` says which heads k has.
+        """
         k = k - _select(self.key, of) if self.moves else k
         return with_column(k, 1.0) if wider else k
 
     def queries(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
-        """(q, the number by which the subtraction lowers each row's logits [B, H, n])."""
+        """(q, shifts): shifts [B, H, n] say by how much each row's logits fall; only (q,) if nothing is subtracted."""
         return (q, self._logits(q, of)) if self.moves else (q,)
 
     def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
-        """(out, lse) of a call, for rows from `queries` and `keys`."""
+        """(out, lse) of a kernel call, with lse for the original keys; `rows` and `keys` are from these methods."""
         out, lse = kernel.forward(rows[0], keys[0], keys[1], work, self.scale)
         return out, lse if len(rows) == 1 else lse + rows[1]
 
     def rows(self, q: Tensor, lse: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
-        """The row tensors of a backward with `keys`: lse and, if a key is subtracted, that key for each row of q."""
+        """The tensors that a backward needs per query row: lse and, if a key is subtracted, that key."""
         if not self.moves:
             return (lse,)
         return (lse - self._logits(q, of)).to(lse.dtype), _select(self.of_queries, of).expand(q.shape)
@@ -75,6 +79,9 @@ def _select(key: Tensor, of: AllRows | RowSet) -> Tensor:
 
 
 def restore(dq: Tensor, key: Tensor) -> Tensor:
-    """Convert dq for keys minus `key`, whose next column holds the row sums of dS, to dq for the original keys."""
+    """Convert dq, computed with keys minus `key`, to dq for the original keys.
+
+    The column of dq after the head dim holds the row sums of dS.
+    """
     width = key.shape[-1]
     return crop_to(dq, width) + dq[..., width : width + 1] * key

@@ -21,7 +21,7 @@ from .accumulators import RowViews, select_inputs
 def dropping_kernels(
     plan: Plan, rank: int, part: Part, kernel: Kernel, batch: int, device: torch.device
 ) -> Callable[[Work, slice | None], Kernel]:
-    """A function of (work, batch slice or None) that returns `kernel` with the dropout of that call on `part`."""
+    """A function that maps (work, batch slice or None) to `kernel` with the right dropout for that call on `part`."""
     ring_plan, owner = plan.ring_plan(rank)
     passes_q = part.kind in ("q", "query")
     local = Part("kv" if passes_q else "q", owner)

@@ -43,11 +43,10 @@ SAVED_BY_EXCHANGE = 5
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank computes: a plan and the rank in it, the kernel and the softmax scale.
+    """The task of one rank: a plan, the rank's number in it, the kernel, the softmax scale, and options.
 
-    `lse`: the loss may depend on lse, on this rank or another; equal on all ranks. `cast_grads=False` returns gradients
-    in the dtype of their sums instead of the inputs' dtype. `sinks` [H] are merged into the output, see
-    `softmax.merge_sinks_`.
+    `lse`: the loss may depend on lse, on this rank or another; equal on all ranks. With `cast_grads=False`, gradients
+    keep the dtype in which they were summed. `sinks` [H] are merged into the output, see `softmax.merge_sinks_`.
     """
 
     plan: Plan
@@ -74,7 +73,7 @@ def count_saved(plan: Plan, rank: int) -> int:
 
 
 def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """Run the ring of the pass `name`. Messages travel while visits are computed; some take several steps."""
+    """Run the ring of one pass, called `name`, computing while messages travel; some travel for several steps."""
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
         yield from run.perform(step.posts, label)
@@ -83,9 +82,10 @@ def overlapped(job: Job, program: RankProgram, run: PassTensors, name: str, comp
 
 
 def in_order(job: Job, program: RankProgram, run: PassTensors, name: str, compute: Compute) -> Program[None]:
-    """The textbook ring, bit-identical to `overlapped`: all messages of a step arrive before its visits are computed.
+    """Run the ring of one pass without overlap: all messages of a step arrive before the step computes anything.
 
-    The remaining work on messages, such as adding gradients that arrived to those of the visits, comes last.
+    Bit-identical to `overlapped`. The remaining work on messages, such as adding received gradients to computed ones,
+    comes last.
     """
     for index, step in enumerate(program.steps, program.first):
         label = f"{name} step {index}"
@@ -106,10 +106,10 @@ def _compute_visits(job: Job, run: PassTensors, step: RingStep, label: str, comp
 def forward(
     job: Job, q: Tensor, k: Tensor, v: Tensor, *, save: bool, out: Tensor | None = None, tags: Tags = PLAN_TAGS
 ) -> Program[ForwardResult]:
-    """Attention of the local queries q [B, H, n, D] to all keys; k, v [B, K, n, D | Dv] are the local block.
+    """A program that computes attention of the local queries q [B, H, n, D] to the keys of all ranks.
 
-    `save`: save what the backward starts from. The result is written to `out` if given. `tags` maps the plan's tags to
-    those of the messages.
+    k, v [B, K, n, D | Dv] are the local keys and values. `save` keeps what the backward starts from. The output is
+    written to `out` if given. `tags` maps the plan's tags to those of the messages.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, save=save)
     run = PassTensors(program.memory, q.device, tags)
@@ -137,11 +137,11 @@ def backward(
     *,
     tags: Tags = PLAN_TAGS,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) of the local shard, from `grad` = d loss / d out and `grad_lse` = d loss / d lse (or None).
+    """A program that computes (dq, dk, dv) of the local shard from `grad` = d loss / d out.
 
-    Every visit is differentiated with the *global* out and lse of its rows, so that no partial has to be saved. In
-    pass-KV, this rank sums dq, and dk and dv travel to the owner of the block. In pass-Q, this rank sums dk and dv, and
-    dq travels. All sums are in fp32 (fp64 for fp64 inputs).
+    `grad_lse` is d loss / d lse, or None. Each block is differentiated with the *global* out and lse of the query rows,
+    so no partial results need to be saved. In pass-KV, this rank sums dq, and dk and dv travel to the owner of the
+    block. In pass-Q, this rank sums dk and dv, and dq travels. All sums are in fp32 (fp64 for fp64 inputs).
     """
     program = backward_program(job.plan, job.rank, job.kernel, q.device)
     run = PassTensors(program.memory, q.device, tags)

@@ -23,7 +23,7 @@ Side = tuple[range, range | np.ndarray]
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """One recorded exchange. `given` are the tensors before the exchange, `received` those after it."""
+    """A recorded exchange within a Ulysses group: its tensors before (`given`) and after (`received`) the exchange."""
 
     index: int
     given: Numbers
@@ -32,7 +32,7 @@ class ExchangeStep:
     actions: Actions
 
     def perform(self, run: PassTensors, tensors: Tensors, label: str) -> Program[Tensors]:
-        """Exchange `tensors`; returns those after the exchange. `label` names the exchange in errors."""
+        """Exchange `tensors`, and return the tensors received. `label` names the exchange in errors."""
         run.give(self.given, tensors)
         run.give(self.received, [empty(shape, dtype, tensors[0].device) for shape, dtype in self.specs])
         yield from run.perform(self.actions, label)
@@ -40,10 +40,10 @@ class ExchangeStep:
 
 
 class HeadExchange(StepMessages):
-    """One exchange of `rank` with the other members of its group.
+    """Records one exchange of `rank` with the other members of its Ulysses group.
 
-    `to_heads`: from this rank's rows of all heads [B, H, n, D] to the group's rows of this member's heads, as in the
-    first step; else back, as in the last step.
+    With `to_heads`, as in the first step, a rank gives its rows of all heads [B, H, n, D] and gets the whole group's
+    rows for its share of the heads; otherwise, as in the last step, the reverse.
     """
 
     def __init__(self, recorder: Recorder, plan: Plan, rank: int, steps: Sequence[Step], *, to_heads: bool) -> None:
@@ -52,7 +52,7 @@ class HeadExchange(StepMessages):
         self.group = rank // self.size
 
     def record(self, kind: Kind) -> ExchangeStep:
-        """Record the exchange of the tensors of a part of this kind."""
+        """Record the exchange of the tensors in a part of this kind, such as "qkv"."""
         member = self.rank % self.size
         ring_plan, owner = self.plan.ring_plan(self.rank)
         #: The layout of each tensor: the queries', and for k and v in "qkv" and "dqkv" the keys'.

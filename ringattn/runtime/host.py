@@ -25,19 +25,19 @@ UNDER_WAY = 2
 
 
 class Storage(Protocol):
-    """Whole tensors [B, heads, N, D] (lse: [B, H, N]) in host memory or in a file."""
+    """A store of whole tensors [B, heads, N, D] (lse: [B, H, N]), in host memory or in a file."""
 
     def rows(self, name: str, r: range) -> Tensor:
-        """A CPU view of consecutive rows `r` of a tensor; writing to the view writes to a writable tensor."""
+        """A CPU view of the consecutive rows `r` of tensor `name`; writes to the view change a writable tensor."""
 
 
 class Host:
-    """Runs one rank after another, and copies their messages and their own rows from and to storage.
+    """Runs ranks one after another on one device; their messages are copies from and to storage on the host.
 
-    `counters` add up the messages that all ranks sent and received. For a CPU, copies are made immediately. For a CUDA
+    `counters` add up the messages that all ranks sent and received. On a CPU, copies are made immediately. For a CUDA
     device, they are staged in pinned memory and run on two streams, one per direction, while the device computes
-    (tested on an emulated device only). The host waits for the device only in `finish`, and before more than UNDER_WAY
-    copies of one direction are in flight. PyTorch does not reuse a pinned tensor before its copies are done.
+    (tested on an emulated device only). The host waits for the device only in `finish`, and when more than UNDER_WAY
+    copies of one direction would be in flight. PyTorch does not reuse a pinned tensor before its copies are done.
     """
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
@@ -66,7 +66,10 @@ class Host:
         return tensors
 
     def store(self, rows: range, tensors: dict[str, Tensor], *, add: bool = False) -> None:
-        """Write tensors to rows of the stored tensors of the same names, or `add` them, by the end of `finish`."""
+        """Write tensors to the given rows of the stored tensors with the same names, or with `add` add them.
+
+        The writes are complete after `finish`.
+        """
         stored = [self.storage.rows(name, rows) for name in tensors]
         self._outbound.carry([*tensors.values()], [x.add_ if add else x.copy_ for x in stored])
 
@@ -76,7 +79,10 @@ class Host:
             self._outbound.end_oldest()
 
     def post(self, post: Post) -> list[torch.cuda.Event]:
-        """Start the copies: receives from storage to the device, and sends from the device to the stored sums."""
+        """Start the copies for these messages; returns events to wait for.
+
+        A receive copies rows from storage to the device; a send adds rows from the device to the stored sums.
+        """
         self.counters.add(post)
         events = []
         for direction, messages, is_send in ((self._outbound, post.sends, True), (self._inbound, post.recvs, False)):
@@ -118,9 +124,10 @@ class _Direction:
         self.under_way: deque[tuple[torch.cuda.Event, list[Callable[[], object]]]] = deque()
 
     def carry(self, tensors: list[Tensor], uses: Sequence[Callable[[Tensor], object]]) -> list[torch.cuda.Event]:
-        """Copy each tensor between host and device; its function in `uses` fills or reads the copy on the host.
+        """Copy tensors between host and device; returns the events recorded after the copies.
 
-        Copies run after all work launched so far, in parallel with later work. Returns the event recorded after them.
+        For each tensor, the function in `uses` fills the host's copy before, or reads it after, the transfer. Copies
+        start after all work launched so far, and run in parallel with later work.
         """
         if self.stream is None or not tensors:
             for use, x in zip(uses, tensors, strict=True):

@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`. Raises OutOfMemory on CPUs; on other devices torch raises its own error."""
+    """An uninitialized tensor, as `torch.empty` makes it. On CPUs a lack of memory raises OutOfMemory.
+
+    On other devices torch raises its own error.
+    """
     try:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
@@ -26,14 +29,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 class MergeSpace:
-    """Workspaces that successive merges reuse as long as the shape and the strides stay the same."""
+    """Temporary tensors for merges, reused as long as shapes and strides stay the same."""
 
     def __init__(self) -> None:
         self._fits: object = None
         self._tensors: tuple[Tensor, ...] = ()
 
     def fit(self, lse: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """(two tensors like part_lse in the dtype of lse, a third in `dtype`, a view of it as a column [..., 1])."""
+        """Four temporary tensors for a merge, reused from the last one if shapes and strides are the same.
+
+        They are two tensors like part_lse in lse's dtype, a third in `dtype`, and a view of the third as a column [...,
+        1].
+        """
         shape = lse.shape, lse.stride(), part_lse.stride()
         if shape != self._fits:  # bits depend on strides: some ops give other last bits for contiguous memory
             widened = torch.empty_like(part_lse, dtype=lse.dtype)
@@ -51,11 +58,12 @@ def out_of_memory(device: torch.device, error: BaseException) -> OutOfMemory:
 
 
 def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
-    """(batch, call(batch)) for the first batch of start, start // 2, ... 1 that fits into memory.
+    """Find a batch size that fits into memory; returns (batch, call(batch)).
 
-    Raises OutOfMemory if a batch of 1 does not fit. Any other error propagates, including torch's plain RuntimeError on
-    CPUs if `call` itself makes a tensor that does not fit. For one process only: in a ring, a rank that runs out of
-    memory leaves the other ranks waiting, so find the size with `virtual_attention` or on one rank.
+    Tries start, start // 2, ... 1. Raises OutOfMemory if a batch of 1 does not fit. Any other error propagates,
+    including torch's plain RuntimeError on CPUs if `call` itself makes a tensor that does not fit. For one process
+    only: in a ring, a rank that runs out of memory leaves the other ranks waiting, so find the size with
+    `virtual_attention` or on one rank.
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
         raise InvalidInput(f"start={start!r} must be an integer >= 1, the largest batch to try")

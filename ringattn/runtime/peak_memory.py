@@ -15,7 +15,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
 
 
 def reset_peak() -> bool:
-    """Reset the peak; False if the system only reports the peak since the start of the process."""
+    """Reset the peak of resident memory to the current value; False if the system cannot.
+
+    `peak` then reports the peak since the start of the process.
+    """
     if not _CLEAR.exists():
         return False
     _CLEAR.write_text("5")
@@ -23,7 +26,7 @@ def reset_peak() -> bool:
 
 
 def return_freed() -> bool:
-    """From now on, let the allocator return freed blocks of 128 KiB or more to the system; False if it cannot.
+    """Make the allocator return freed blocks of 128 KiB or more to the system from now on; False if it cannot.
 
     This is glibc's initial behaviour, but after large blocks are freed it keeps ever larger ones. A second run would
     then reuse the blocks of the first, and would hardly raise the resident memory.
@@ -60,7 +63,7 @@ def free() -> int | None:
 
 
 def available() -> int:
-    """`free`, but raises Unsupported if the system does not report it."""
+    """The bytes of memory that programs can still get without swapping; raises Unsupported if unknown."""
     free_bytes = free()
     if free_bytes is None:
         raise Unsupported("this system does not report its free memory (/proc/meminfo); give chunk=, a number of rows")

@@ -33,11 +33,11 @@ OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
 
 @dataclass(frozen=True)
 class Visit:
-    """The kernel calls of one visit. `block` are the tensors of `part` of the visited block; `copies` prepare them.
+    """The kernel calls with which a rank computes one block, with the numbers of the tensors that they use.
 
-    The forward of pass-KV uses `parts`. Any other pass uses `works` and adds to `sums`; a backward reads lse and delta
-    of the visited queries from `rows`. With `is_new`, the only call is the first to write `sums`, and writes all of
-    them.
+    `block` are the tensors of `part` of the block; `copies` prepare them. The forward of pass-KV uses `parts`. Any
+    other pass uses `works` and adds to `sums`; a backward reads lse and delta of the queries from `rows`. With
+    `is_new`, the only call is the first to write `sums`, and writes all of them.
     """
 
     copies: Actions
@@ -52,7 +52,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank does in one step of the ring: it posts, computes its visits, and waits."""
+    """What a rank does in one step of the ring: it posts messages, computes with blocks, and waits for messages."""
 
     posts: Actions
     visits: tuple[Visit, ...]
@@ -61,11 +61,12 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One pass of one rank. The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind).
+    """Everything that one rank does in one pass, with tensors given by number.
 
-    With schedule ulysses, `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the
-    ring; else they are None. Ring steps are numbered from `first` on. `empty` are the local rows that see no key.
-    `saved` are the tensors that the forward saves for the backward to start from.
+    The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind). With schedule ulysses,
+    `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the ring; otherwise they are
+    None. Ring steps are numbered from `first` on. `empty` are the local rows that see no key. `saved` are the tensors
+    that the forward keeps for the backward.
     """
 
     memory: Memory
@@ -99,10 +100,11 @@ def exchanges_heads(plan: Plan) -> bool:
 
 
 def batches(work: Work, count: int) -> Sequence[slice | None]:
-    """The slices of a batch of `count`, one per kernel call; None is the whole batch.
+    """The slices of a batch of `count` elements that `work` computes one after another; None is the whole batch.
 
-    A work with repetitions takes one element of the batch per call. In a packed work each sequence counts as at least 5
-    rows, so that a call (BATCH_ROWS = 262,144) has at most 52,428 sequences; a CUDA grid has at most 65,535.
+    A call has at most BATCH_ROWS rows. A work with repetitions takes one element of the batch per call. In a packed
+    work each sequence counts as at least 5 rows, so that a call (BATCH_ROWS = 262,144) has at most 52,428 sequences; a
+    CUDA grid has at most 65,535.
     """
     if count <= 1:
         return (None,)

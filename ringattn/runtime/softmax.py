@@ -18,13 +18,13 @@ def add_(total: Tensor, part: Tensor) -> None:
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, space: MergeSpace | None = None) -> None:
-    """Merge the partial (part, part_lse) into (out, lse), in place.
+    """Merge a partial result (part, part_lse) over other keys into (out, lse), in place.
 
     out [B, H, n, D] and lse [B, H, n] are fp32 or fp64 with any strides. lse may be wider than out; part may have a
     narrower dtype. lse is the natural log of the sum of exp(logits). Where lse is -inf, for a row that saw no key, out
     must be finite; where lse is NaN, out must be NaN. With s = sigmoid(part_lse - lse): out <- out + s * (part - out),
-    and lse <- log(exp(lse) + exp(part_lse)). `space` serves one merge after another of tensors of the same dtypes.
-    Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
+    and lse <- log(exp(lse) + exp(part_lse)). `space` holds temporary tensors, and can be reused for merges of the same
+    dtypes. Source: the online softmax of Milakov and Gimelshein (2018), in a form that cannot overflow.
     """
     if fused := fused_kernels(out.device):
         return fused.merge_(out, lse, part, part_lse)
@@ -39,9 +39,9 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, space: M
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of two partials, as new tensors that are differentiable in all four; shapes as in `merge_`.
+    """The (out, lse) of two partial results over different keys, as new tensors; shapes as in `merge_`.
 
-    Rows that are empty in both partials stay 0 and -inf, and their gradients are finite.
+    Differentiable in all four arguments. Rows that are empty in both stay 0 and -inf, and their gradients are finite.
     """
     empty = (lse == -torch.inf) & (part_lse == -torch.inf)
     lse, part_lse = lse.masked_fill(empty, 0.0), part_lse.masked_fill(empty, 0.0)  # -inf minus -inf is NaN
@@ -61,7 +61,7 @@ def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sinks_gradient(sinks: Tensor, grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """d loss / d sinks [H], for the (out, lse) of `merge_sinks_` and their gradients (`grad_lse` may be None)."""
+    """d loss / d sinks [H], from the (out, lse) after `merge_sinks_` and their gradients; `grad_lse` may be None."""
     weight = (_logits(sinks, lse) - lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
     parts = weight * delta(grad, out, grad_lse).squeeze(-1)
     # Contiguous, so that the order of summation does not depend on the strides.

@@ -26,10 +26,10 @@ Numbers = tuple[int, ...]
 
 
 class RowIndex(NamedTuple):
-    """Where a copy writes in a target and reads in a source [B, heads, rows, D], as torch indexes them.
+    """Which rows of the source a copy reads, and which of the target it writes, as indices for torch.
 
-    `to_view` and `from_view` are indices of views (None: the whole tensor). `to_rows` and `from_rows` are row numbers,
-    if no slice selects the rows.
+    Both tensors are [B, heads, rows, D]. `to_view` and `from_view` are slices for views (None: the whole tensor).
+    `to_rows` and `from_rows` are row numbers, where no slice can select the rows.
     """
 
     to_view: tuple[slice, ...] | None
@@ -39,7 +39,7 @@ class RowIndex(NamedTuple):
 
     @classmethod
     def of(cls, rows: RowCopy, target: Sequence[int], source: Sequence[int], device: torch.device) -> RowIndex:
-        """The index of a copy between tensors of these shapes on `device`."""
+        """Convert a `RowCopy` to indices for a target and a source of these shapes on `device`."""
         to_index = _index(rows.to_heads, rows.to_rows, target, device)
         return cls(*to_index, *_index(rows.from_heads, rows.from_rows, source, device))
 
@@ -61,7 +61,7 @@ class Move(NamedTuple):
 
 
 class NumberedPost(NamedTuple):
-    """A `Post` by tensor numbers: (peer, tag, tensor number) of each message. `Wait(ticket)` waits for them."""
+    """A recorded `Post`: (peer, tag, tensor number) of each message. `Wait(ticket)` waits for all of them."""
 
     sends: tuple[tuple[int, int, int], ...]
     recvs: tuple[tuple[int, int, int], ...]
@@ -73,7 +73,10 @@ Actions = tuple[Move | NumberedPost | Wait, ...]
 
 
 class View(NamedTuple):
-    """A contiguous tensor in a store of bytes, from element `start` on. Buffers that are reused share store 0."""
+    """Where a contiguous tensor lies: in store number `store` (a block of bytes), from element `start` on.
+
+    All reusable buffers are in store 0.
+    """
 
     store: int
     start: int
@@ -83,16 +86,16 @@ class View(NamedTuple):
 
     @classmethod
     def at(cls, store: int, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> View:
-        """The view that begins at byte `first`."""
+        """The place of a contiguous tensor that begins at byte `first` of a store."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return cls(store, first // dtype.itemsize, shape, strides, dtype)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a pass: the bytes of its stores, the count of numbered tensors, and those that are views.
+    """The memory layout of a pass: the bytes of its stores, the number of tensors, and where those in stores lie.
 
-    `views` are (number, view) by store and dtype. The other tensors are given.
+    `views` holds (number, view) of each tensor in a store, by store and dtype. The caller gives the other tensors.
     """
 
     stores: tuple[int, ...]
@@ -128,7 +131,7 @@ class PassTensors:
         return tuple(map(self.tensors.__getitem__, numbers))
 
     def perform(self, actions: Actions, label: str = "") -> Program[None]:
-        """Make copies, post messages, and wait for messages. `label` names the step of the messages in errors."""
+        """Replay recorded actions: copy rows, post messages, wait for messages. `label` names the step in errors."""
         for action in actions:
             if isinstance(action, NumberedPost):
                 (first, step), tensors, sends = self._tags, self.tensors, len(action.sends)
@@ -142,9 +145,9 @@ class PassTensors:
 
 
 def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> None:
-    """Copy or add rows of a part's `sources` to its `targets`, or merge them into the targets as (out, lse).
+    """Copy or add rows of a part's `sources` to its `targets`, or merge them as (out, lse); `how` says which.
 
-    Without sources, set the targets to their initial values: 0, and -inf for the lse of a merge.
+    Without sources, sets the targets to their initial values: 0, and for a merge -inf for lse.
     """
     if not sources:
         if how == "merge":
@@ -173,7 +176,7 @@ def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> N
 
 
 def begin_sums(out: Tensor, lse: Tensor) -> None:
-    """Set (out, lse) to those of rows that see no key, in place."""
+    """Set (out, lse) in place to the values of rows that have seen no key: 0 and -inf."""
     out.zero_()
     lse.fill_(-torch.inf)
 

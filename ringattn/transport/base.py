@@ -22,7 +22,7 @@ class Message(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Request to start these messages. The program resumes at once with a ticket.
+    """A program's request to start messages; the program goes on at once, with a ticket to wait for them later.
 
     The tensors are in flight until the program has waited for the ticket. `label` names the messages in errors.
     """
@@ -67,7 +67,10 @@ class Counters:
 
 
 class Carrier(Protocol):
-    """Starts messages and waits for them: all that a program needs. A ticket is the value that `post` returns."""
+    """The part of a transport that a program needs: it starts messages and waits for them.
+
+    A ticket is the value that `post` returns.
+    """
 
     def post(self, post: Post) -> Any:
         """Start the messages of a step and return a ticket."""
@@ -77,7 +80,7 @@ class Carrier(Protocol):
 
 
 class Transport(Carrier, Protocol):
-    """Point-to-point messages of one rank among `size` ranks, and the exchange of records among all ranks."""
+    """How one of `size` ranks communicates: messages between two ranks, and exchanges of records among all ranks."""
 
     rank: int
     size: int
@@ -94,13 +97,16 @@ class Transport(Carrier, Protocol):
         """Every rank's record, in rank order. Collective. `stage` names the exchange in errors."""
 
     def defers(self, check: str | None) -> bool:
-        """Whether, given the option `check`, ranks compare a call while its messages travel instead of before."""
+        """Whether ranks compare a call while its messages travel (True) or before its first message (False).
+
+        `check` is the caller's option.
+        """
 
     def announce(self, record: bytes) -> int:
-        """Begin a call that ranks compare while its messages travel; `record` describes the call in JSON.
+        """Begin a call that ranks compare while its messages travel; returns the call's number.
 
-        Returns the number of the call: its index among all calls and, in the lowest TAG_BITS bits, a digest that
-        distinguishes different calls of the same index.
+        `record` describes the call in JSON. The number is the call's index among all calls and, in the lowest TAG_BITS
+        bits, a digest that distinguishes different calls of the same index.
         """
 
     def synchronize(self) -> None:
@@ -116,14 +122,17 @@ TAGS = SPAN << TAG_BITS
 
 
 class Tags(NamedTuple):
-    """Maps the tags of a plan, unique only for two ranks within one pass, to tags that tell passes apart, too."""
+    """Converts the tags of a plan to tags that also distinguish passes.
+
+    A plan's tags are unique only between two ranks and within one pass.
+    """
 
     first: int
     step: int
 
     @classmethod
     def of_call(cls, number: int, *, backward: bool) -> Tags:
-        """Tags that no other pass uses in any of the last TAGS / SPAN calls; then they repeat."""
+        """Tags for one pass of call `number`; no other pass in the last TAGS / SPAN calls has the same."""
         return cls(number * SPAN + backward, 2)
 
     def of(self, tag: int) -> int:
@@ -148,7 +157,7 @@ def check_timeout(timeout: float | None) -> None:
 
 
 def describe_loss(transport: Transport, messages: str, timeout: float, reason: str) -> str:
-    """The text of a CommFailure: messages did not arrive."""
+    """The text of the CommFailure to raise when messages did not arrive."""
     return (
         f"rank {transport.rank} of {transport.size}: {messages}: not done within {timeout:g} s or the peer is gone "
         f"({reason}). Look for the first error among the other ranks; ranks that call ring_attention with other "

@@ -52,7 +52,10 @@ _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
 
 
 def get_channel(group: Any, timeout: float) -> Channel:
-    """The channel of a process group. The first call is collective and connects each rank to up to 2 log2 P others."""
+    """The channel on which the ranks of a process group compare calls; the first use creates it.
+
+    That first call is collective, and connects each rank to up to 2 log2 P others.
+    """
     if group not in _channels:
         channel = Channel(group, timeout)
         _channels[group] = channel
@@ -66,7 +69,7 @@ def find_channel(group: Any) -> Channel | None:
 
 
 def synchronize(*_: object) -> None:
-    """Wait until the deferred events of this rank, in all its groups, are known to match on all ranks, or raise."""
+    """Wait until all this rank's deferred calls, in all groups, are known to match on all ranks, or raise."""
     for channel in [*_channels.values()]:
         if not channel.has_raised:
             channel.synchronize()
@@ -90,9 +93,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Channel:
-    """The events (exchanges, deferred calls) of one rank of a group. A thread calls `on_error` when an error is known.
+    """One rank's connections to the other ranks of a group, over which ranks compare their calls and exchange records.
 
-    See `comparison`. The next call of `announce`, `gather` or `guard` on this rank raises the errors of other ranks.
+    See `comparison`. A thread calls `on_error` when an error becomes known. Errors of other ranks are raised by this
+    rank's next call of `announce`, `gather` or `guard`.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
@@ -118,14 +122,20 @@ class Channel:
     # Events.
 
     def announce(self, fingerprint: bytes, record: bytes) -> int:
-        """Begin a deferred event; returns its number. Raises the error of another rank, if one is known."""
+        """Begin a call that is compared while its messages travel; returns its number.
+
+        Raises the error of another rank, if one is known.
+        """
         _synchronize_before_steps()
         with self._changed:
             self._raise()
             return self.comparison.announce(Event(fingerprint, record))
 
     def synchronize(self) -> None:
-        """Wait until this rank's deferred events are known to match on all ranks, or raise their error. Collective."""
+        """Wait until this rank's deferred calls are known to match on all ranks, or raise their error. Collective.
+
+        Such calls are compared while their messages travel.
+        """
         if self.comparison.confirmed < self.comparison.count:
             self.gather(b"", b'{"stage": "synchronize"}', self.timeout)
 
@@ -140,7 +150,7 @@ class Channel:
             return records
 
     def guard(self, wait: Callable[[], T]) -> T:
-        """Return the result of `wait()`, which blocks, or raise the first error that another rank reports meanwhile."""
+        """Call `wait()`, which blocks, and return its result; if another rank reports an error meanwhile, raise it."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             self._start(self._work)

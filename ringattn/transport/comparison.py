@@ -40,7 +40,10 @@ GRACE = 2.0
 
 
 class Event(NamedTuple):
-    """An event of a rank, described by the JSON `record`. The `fingerprint` of an exchange is b""."""
+    """One thing that all ranks do together: a call or an exchange, described by the JSON `record`.
+
+    For a call, `fingerprint` is a digest of its arguments; for an exchange it is b"".
+    """
 
     fingerprint: bytes
     record: bytes
@@ -57,7 +60,10 @@ class Gathering:
 
 
 class Comparison:
-    """A rank's side of the comparison. `send(peer, frame)` must keep the order of frames to a peer. Not thread-safe."""
+    """One rank's part in comparing what all ranks do; it sends and receives frames, without sockets or threads.
+
+    `send(peer, frame)` must keep the order of frames to a peer. Not thread-safe.
+    """
 
     def __init__(self, rank: int, size: int, send: Callable[[int, bytes], None]) -> None:
         self.rank, self.size, self._send = rank, size, send
@@ -86,14 +92,17 @@ class Comparison:
     # What this rank does.
 
     def announce(self, event: Event) -> int:
-        """Begin a deferred event; returns its number."""
+        """Begin a call that ranks compare while its messages travel; returns its number."""
         number = self._add(event)
         self._send((self.rank + 1) % self.size, _frame(FINGERPRINT, number, event.fingerprint))
         self._advance()
         return number
 
     def contribute(self, record: bytes, label: bytes) -> int:
-        """Begin an exchange of records; returns its number, for `take`. `label` describes its purpose in JSON."""
+        """Begin an exchange of records with all ranks; returns its number, with which `take` gets the result.
+
+        `label` describes the purpose in JSON.
+        """
         number = self._add(Event(b"", label))
         self._gathering(number).records[self.rank] = record
         self._advance()
@@ -108,7 +117,7 @@ class Comparison:
         return [records[rank] for rank in range(self.size)]
 
     def next_sender(self, number: int) -> int:
-        """The rank from which an exchange waits for a frame."""
+        """The rank whose frame an exchange needs next."""
         return (self.rank - 2 ** self._gatherings[number].received) % self.size
 
     def fail(self, text: str) -> None:
@@ -123,13 +132,16 @@ class Comparison:
             )
 
     def part(self, number: int, why: str) -> None:
-        """Tell all ranks that they part at event `number`: `why` says what is late, "" that fingerprints differ."""
+        """Tell all ranks that they differ from event `number` on, so that all raise an error.
+
+        `why` says what is late; it is "" if the fingerprints of two ranks differ.
+        """
         if self.error is None and self._parted is None:
             self._report(PARTED, self.rank, json.dumps([number, why]).encode())
             self._stand(number, why)
 
     def end(self) -> None:
-        """Tell the peers that this rank will begin no more events."""
+        """Tell the connected ranks that this rank takes part in no further events."""
         for peer in self.peers:
             self._send(peer, _frame(BYE, self.count, b""))
 
@@ -158,7 +170,10 @@ class Comparison:
             self._tell_loss(peer, f"rank {peer} is gone: its process has ended, or its host; look for its first error")
 
     def tick(self) -> None:
-        """Called repeatedly: once the time for the ranks' reports is over, build the error from those that came."""
+        """Check the time; once the other ranks should have reported, build the error from the reports that came.
+
+        Must be called repeatedly.
+        """
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self._conclude()
 

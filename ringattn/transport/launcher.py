@@ -62,7 +62,10 @@ _VARIABLES = (
 
 
 def detect() -> Launch:
-    """The launcher that started this process: torchrun, openmpi, mpich, slurm or none. Raises InvalidInput."""
+    """Find out which launcher started this process: torchrun, openmpi, mpich, slurm or none.
+
+    Raises InvalidInput if one of the launcher's environment variables is not a number.
+    """
     env = os.environ
     for kind, rank, world, local_rank, local_world in _VARIABLES:
         if rank in env and world in env:
@@ -182,7 +185,7 @@ def _scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def at_end(script: str, *arguments: str) -> Iterator[None]:
-    """Run a shell script after the block, or when this process ends, even if it is killed."""
+    """A context that runs a shell script at the end of its block, even if this process is killed before that."""
     command = ["/bin/sh", "-c", f"cat; {script}", *arguments]
     # The shell runs the script when its standard input closes.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
@@ -234,7 +237,7 @@ def progress_stream() -> TextIO:
 
 
 def show_note(text: str = "") -> None:
-    """On a terminal, show `text` on a line of standard error during long work; the next output replaces it."""
+    """Show `text` on a line of standard error until the next output replaces it; on terminals only."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<30}\r")
         sys.stderr.flush()

@@ -51,13 +51,14 @@ def _drop_names_of_shared_memory() -> None:
 
 
 class Mpi:
-    """One rank of an MPI communicator, by default `MPI.COMM_WORLD`. The constructor is collective: call it once.
+    """A transport over MPI: one rank of a communicator, by default `MPI.COMM_WORLD`. Constructing it is collective.
 
-    Messages travel in a duplicate of `comm`, separate from the program's own messages. `timeout` (seconds) bounds every
-    wait. The default is 30 minutes, as for torch's process groups: a rank that writes a checkpoint may be minutes late.
-    `gpu_aware=True` passes CUDA tensors to an MPI library built for CUDA (by __cuda_array_interface__; not measured
-    yet); otherwise tensors must be on the CPU. An exception on one rank leaves the other ranks waiting in MPI_Finalize:
-    start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them in `AbortOnError`.
+    Messages travel in a duplicate of `comm`, separate from the program's own messages; call the constructor once.
+    `timeout` (seconds) bounds every wait. The default is 30 minutes, as for torch's process groups: a rank that writes
+    a checkpoint may be minutes late. `gpu_aware=True` passes CUDA tensors to an MPI library built for CUDA (by
+    __cuda_array_interface__; not measured yet); otherwise tensors must be on the CPU. An exception on one rank leaves
+    the other ranks waiting in MPI_Finalize: start programs with `mpirun -n 4 python -m mpi4py program.py`, or wrap them
+    in `AbortOnError`.
     """
 
     def __init__(self, comm: Any = None, *, timeout: float = 1800.0, gpu_aware: bool = False) -> None:
@@ -96,7 +97,7 @@ class Mpi:
         return self._comparison.count
 
     def announce(self, record: bytes) -> int:
-        """Not supported over MPI, see `defers`."""
+        """Raises NotImplementedError: over MPI, calls cannot be compared while their messages travel, see `defers`."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -223,9 +224,10 @@ class Mpi:
 
 
 class AbortOnError:
-    """A context that prints an exception of its block, and then ends all ranks of the job.
+    """A context that, if its block raises an exception, prints it and ends all ranks of the job.
 
-    Without it, MPI_Finalize waits forever at the interpreter's exit for ranks that wait for a message.
+    Without it, such a rank would hang in MPI_Finalize at the interpreter's exit, and the ranks that wait for its
+    messages would wait forever.
     """
 
     def __enter__(self) -> AbortOnError:

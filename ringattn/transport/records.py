@@ -47,7 +47,7 @@ def describe_error(error: BaseException) -> str:
 
 
 class ErrorReport:
-    """`with ErrorReport(transport, stage): ...` reports an exception of the block to the other ranks.
+    """A context that reports an exception in its block to the other ranks: `with ErrorReport(transport, stage): ...`.
 
     The other ranks receive the report in their exchange of that stage; with `deferred`, at once, wherever they are.
     Exceptions of the types in `common` are not reported, because they occur on every rank alike. The exception
@@ -92,11 +92,11 @@ class ErrorReport:
 
 
 class Exchange(ErrorReport):
-    """`with Exchange(transport, stage) as exchange: exchange.mine = b"..."` exchanges one record per rank. Collective.
+    """A context that exchanges one record per rank. Collective.
 
-    After the block `exchange.records` holds the records of all ranks, in rank order. If the block of one rank raises,
-    that rank raises its exception and the other ranks raise a Mismatch that names the rank. `limit`: the most bytes of
-    a record.
+    Use it as `with Exchange(transport, stage) as exchange: exchange.mine = b"..."`. After the block `exchange.records`
+    holds the records of all ranks, in rank order. If the block of one rank raises, that rank raises its exception and
+    the other ranks raise a Mismatch that names the rank. `limit` is the largest allowed size of a record in bytes.
     """
 
     def __init__(self, transport: Transport, stage: str, limit: int | None = None, *, once: bool = False) -> None:
@@ -112,13 +112,13 @@ class Exchange(ErrorReport):
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:
-    """The bytes of a frame of a stage. `kind` is VALUE or FAILED."""
+    """Pack `body` with a header that names its stage and its kind, VALUE or FAILED."""
     name = stage.encode()
     return MAGIC + bytes((VERSION, kind, len(name))) + name + body
 
 
 def open_frame(raw: bytes, rank: int, stage: str) -> bytes:
-    """The body of a rank's frame. Raises a Mismatch that names the rank if the frame holds no value of this stage."""
+    """Unpack what `frame` packed; raises a Mismatch that names the rank if this is no value for the given stage."""
     if len(raw) < PREFIX or not raw.startswith(MAGIC):
         raise Mismatch(
             f"rank {rank} sent {plural(len(raw), 'byte')} where the ranks exchange handshake records of stage "
@@ -144,9 +144,10 @@ def open_frame(raw: bytes, rank: int, stage: str) -> bytes:
 
 
 def compare_records(records: list[bytes]) -> list[dict[str, Any]]:
-    """The fields of all ranks' records, JSON objects. Every rank raises Mismatch where compared fields differ.
+    """Decode the JSON records of all ranks and compare them; returns the fields of each.
 
-    Raises a Mismatch that names the first rank whose record cannot be decoded.
+    Raises Mismatch, on every rank alike, if compared fields differ, or if a record cannot be decoded; it names the
+    ranks.
     """
     decoded: list[dict[str, Any]] = []
     for rank, raw in enumerate(records):
@@ -184,7 +185,7 @@ def compare(records: dict[int, dict[str, Any]]) -> None:
 
 
 def by_rank(values: dict[int, Any]) -> str:
-    """Each distinct value as text, with the first ranks that have it."""
+    """A text that lists each different value, with the first ranks that have it."""
     ranks = {value: [rank for rank, other in values.items() if other == value] for value in values.values()}
     return "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {_list_ranks(who)}" for value, who in ranks.items())
 
@@ -206,9 +207,9 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
-    """The error to raise when ranks differ at event `number`, built from each rank's last state, see `comparison`.
+    """The error to raise when ranks differ from event `number` on; it says how, from the last state of each rank.
 
-    `why` says what did not end in time; empty if the fingerprints of two ranks differ.
+    `why` says what did not end in time; it is "" if the fingerprints of two ranks differ. See `comparison`.
     """
     silent = [rank for rank in range(size) if rank not in standings]
     least = min(standing["count"] for standing in standings.values())

@@ -116,7 +116,9 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 
 
 class TorchDist:
-    """One rank of a ProcessGroup or of a one-dimensional DeviceMesh. The group is not kept alive, see `WeakGroup`.
+    """A transport over torch.distributed: one rank of a ProcessGroup or of a one-dimensional DeviceMesh.
+
+    The group is not kept alive, see `WeakGroup`.
 
     Messages use the group's backend for the device of the tensors. On Gloo the tags of messages are 2^30 and above; a
     program's own messages on the group may have any lower tags. NCCL has no tags and matches messages between two ranks
@@ -175,7 +177,7 @@ class TorchDist:
             self._device = device
 
     def post(self, post: Post) -> tuple[bool, list[tuple[Callable[[], Any], str]]]:
-        """Start the messages of a step; returns (whether waits block the host, the waits with names for errors)."""
+        """Start messages; returns (whether waiting blocks the host, the waits as functions with names for errors)."""
         group = self.group
         self.counters.add(post)
         # Receives first, each in tag order: both sides of a pair list their messages in the same order.
@@ -260,7 +262,7 @@ class TorchDist:
             self.channel.fail(text)
 
     def defers(self, check: str | None) -> bool:
-        """Whether ranks compare calls while messages travel: `check`, else RINGATTN_CHECK, else the backend decides."""
+        """Whether ranks compare calls while messages travel: as `check` says, else RINGATTN_CHECK, else the backend."""
         default = "deferred" if "nccl" in self._backends.values() else "now"
         check = check or os.environ.get("RINGATTN_CHECK") or default
         if check not in CHECKS:

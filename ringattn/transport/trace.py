@@ -11,7 +11,10 @@ from torch.autograd import profiler
 
 
 class Span(NamedTuple):
-    """An interval of a rank's time, in seconds: work, waiting, or a message to `peer`, from its post to its wait."""
+    """An interval in a rank's time, in seconds: computing, waiting, or a message to `peer` in flight.
+
+    A message is in flight from its post to the end of its wait.
+    """
 
     rank: int
     name: str
@@ -21,10 +24,11 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Collects, while it is open, the spans of all passes of this process, in seconds of `time.perf_counter`.
+    """A context that records when each rank of this process computes, waits and sends, as `spans`.
 
-    `advance` is called with a rank whenever the rank begins a step with messages, to show progress. On CUDA devices,
-    spans show when the host starts kernels; torch.profiler shows the device, with ranges of the same names.
+    Times are in seconds of `time.perf_counter`. `advance` is called with a rank whenever the rank begins a step with
+    messages, to show progress. On CUDA devices, spans show when the host starts kernels; torch.profiler shows the
+    device, with ranges of the same names.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda rank: None) -> None:
@@ -44,7 +48,7 @@ class Trace:
 
     @contextmanager
     def span(self, rank: int, name: str) -> Iterator[None]:
-        """A span of a rank's work, or of its waiting."""
+        """A context that records a rank's work or waiting in its block as a span called `name`."""
         start = time.perf_counter()
         yield
         self.spans.append(Span(rank, name, start, time.perf_counter()))
@@ -72,7 +76,7 @@ def get_trace() -> Trace | None:
 
 
 def named_range(rank: int, name: str) -> AbstractContextManager[object]:
-    """A context around work of a rank: an open trace records it, and a running profiler shows it."""
+    """A context for a rank's work, which an open trace, or else a running profiler, records under `name`."""
     if _open is not None:
         return _open.span(rank, name)
     return profiler.record_function(f"rank {rank}, {name}") if profiler._is_profiler_enabled else _NOTHING

@@ -84,10 +84,11 @@ def in_turns(
 
 
 class VirtualRanks:
-    """`size` ranks in one process, whose programs run in turns; a `Transport` carries the messages of one rank.
+    """`size` ranks in one process, whose programs run in turns.
 
-    A receive buffer is poisoned from its post to its wait, and a send buffer must not change in between, so a program
-    with a race on a real network fails here.
+    A `Transport` carries the messages of one rank, this class those of all. A receive buffer holds invalid data from
+    its post to its wait, and a send buffer must not change in between, so a program that would have a race on a real
+    network fails here.
     """
 
     def __init__(self, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
-from ..pages.pages import Plot, render_page
+from ..pages.pages import Plot, ReportTable, render_page
 from .advice import BANDWIDTHS, Advice, describe_numbers, explain, span, tabulate
 
 
@@ -26,8 +26,8 @@ def render(advice: Advice) -> str:
     values = {
         "advice": advice,
         "plots": [(_draw(title, draw, advice), caption) for title, draw, caption in plots],
-        "best": dict(zip(("header", "rows"), tabulate(advice.best), strict=True)),
-        "pareto": dict(zip(("header", "rows"), tabulate(advice.pareto), strict=True)),
+        "best": ReportTable(*tabulate(advice.best)),
+        "pareto": ReportTable(*tabulate(advice.pareto)),
         "reasons": [f"{one.name}: {one.step.plan}; {one.choices}; {explain(one)}" for one in advice.best],
         "numbers": describe_numbers(advice),
     }

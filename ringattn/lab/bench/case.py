@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .hosts import Cluster, Hosts
@@ -105,16 +104,15 @@ class BenchCase:
 class BenchSuite:
     """A suite: its cases, its conclusion from the records of all measured cases, and the texts of its report.
 
-    `conclude` returns a sentence and whether the target is met, None without a target. `check` receives the folder of
-    the results before anything is measured, and raises InvalidInput or Unsupported if the suite cannot run. `title`,
-    `about` and `claim` (a figure of an earlier report, and what it had really measured) are for the reader. `bars` is
-    the plot's title and, by legend, the columns of the summaries that it shows; without it the plot compares ratios, or
-    times.
+    `conclude` returns a sentence and whether the target is met, None without a target. `check` raises Unsupported if
+    the suite cannot run here, before anything is measured. `title`, `about` and `claim` (a figure of an earlier report,
+    and what it had really measured) are for the reader. `bars` is the plot's title and, by legend, the columns of the
+    summaries that it shows; without it the plot compares ratios, or times.
     """
 
     cases: Callable[[], list[BenchCase]]
     conclude: Callable[[list[CaseRecord]], tuple[str, bool | None]] | None = None
-    check: Callable[[Path], None] | None = None
+    check: Callable[[], None] | None = None
     title: str = ""
     about: tuple[str, ...] = ()
     claim: tuple[str, str] | None = None

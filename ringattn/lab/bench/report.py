@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ...cli.config.overrides import quote
@@ -256,7 +255,7 @@ def _columns_by_name(record: dict[str, Any]) -> dict[tuple[str, str], float | st
     found: dict[tuple[str, str], float | str] = {}
     for case in record["cases"]:
         for name, column in case.get("columns", {}).items():
-            found[case["case"], name] = median(column["seconds"])
+            found[case["case"], name] = column["median"]
         if "failed" in case:
             found[case["case"], "forward"] = case["failed"]["class"]
     return found

@@ -115,7 +115,7 @@ def decode(
     return ModelEstimate(
         parts={
             "keys and values": memory["keys and values"] / memory_bandwidth(machine),
-            "states": 2 * memory.get("states", 0) / memory_bandwidth(machine),
+            "states": 2 * memory["states"] / memory_bandwidth(machine),
             **costs.products(model.layers),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,

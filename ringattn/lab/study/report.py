@@ -127,7 +127,7 @@ class StudyReport:
     def shared(self) -> dict[str, str]:
         """The values that are equal for all points, by name."""
         return {
-            name: different.copy().pop()
+            name: min(different)
             for name, different in self._described.items()
             if len(different) == 1 and name not in self.table.axes
         }

@@ -38,7 +38,7 @@ def _measure(config: ReportConfig) -> None:
     get_cases(config.suite, config.cases)  # raises before minutes are spent on measuring
     suite = get_suite(config.suite)
     if suite.check is not None:
-        suite.check(folder)
+        suite.check()
     make_folder(folder)
     path = run_suite(config.suite, config.cases, config.repeat, folder, memory, announce)
     _show_results(path)

@@ -36,10 +36,11 @@ def takes_node(name: str) -> bool:
 def resolve(
     name: str, ranks: int | None = None, heads: int = 0, kv_heads: int = 0, ranks_per_node: int | None = None
 ) -> str:
-    """The canonical spelling of the schedule `name`; "auto" stays. Raises InvalidInput for an unknown or unfit one.
+    """The canonical name of a schedule; "auto" is returned unchanged.
 
     "double_ring" and "ulysses" without a number take `ranks_per_node`; if that is None, they become "double_ring(node)"
-    and "ulysses(node)". `ranks`, `heads` and `kv_heads` are checked if they are known (not None, not 0).
+    and "ulysses(node)". `ranks`, `heads` and `kv_heads` are checked if they are known (not None, not 0). Raises
+    InvalidInput for an unknown name, or a schedule that does not fit these numbers.
     """
     if not isinstance(name, str):
         raise InvalidInput(f"schedule must be a name such as 'auto', got {name!r}")
@@ -89,7 +90,7 @@ def split_ulysses(name: str) -> tuple[int, str]:
 
 
 def make_schedule(name: str, demand: BlockDemand) -> Schedule:
-    """The `Schedule` for a resolved name without Ulysses groups and the blocks that `demand` describes."""
+    """Create the `Schedule` with a resolved name, without Ulysses groups, for the blocks in `demand`."""
     kind, number = _parse(name)
     make = SCHEDULES[kind]
     return make(demand) if number is None else make(demand, number)

@@ -7,26 +7,29 @@ from .base import EXACT_RANKS, Schedule, sampled_owners
 
 
 class AllGatherSchedule(Schedule):
-    """Every rank sends its whole block to every other rank at once."""
+    """A schedule in which every rank sends its whole block to all other ranks at once."""
 
     def forward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward: it visits its own block during the gather, and then all others."""
+        """What a rank does in the forward: it computes with its own block during the gather, then with all others."""
         return self._gather(rank, ("kv",))
 
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward, which gathers all keys again; gradients go straight to the owners."""
+        """What a rank does in the backward: it gathers all keys again, and sends gradients straight to the owners."""
         return self._send_home(rank, self.forward(rank), "grad")
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's forward, which gathers all queries; their (out, lse) go straight to the owners."""
+        """What a rank does in a forward that gathers all queries; their (out, lse) go straight back to the owners."""
         return self._send_home(rank, self._gather(rank, ("query",)), "part")
 
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's backward, which gathers all queries; `demand` is a `QueryDemand`."""
+        """What a rank does in a backward that gathers all queries; `demand` must be a `QueryDemand`."""
         return self._send_home(rank, self._gather(rank, ("row", "q")), "dq")
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int]:
-        """As in `Schedule`: bytes of the gather, and of the gradients that visiting ranks send to a block's owner."""
+        """(bytes between nodes, all bytes) of a backward: blocks are gathered, gradients go back to the owners.
+
+        Arguments as in `Schedule`.
+        """
         demand, ranks = self.demand, self.demand.layout.ranks
         sampled = min(ranks - 1, EXACT_RANKS)
         sent = 0

@@ -26,7 +26,7 @@ EXACT_RANKS, SAMPLED = 64, 16
 
 
 class Schedule(ABC):
-    """Decides when each block that `demand` describes goes from which rank to which rank."""
+    """Decides which rank sends which block to which rank, and at which step; `demand` says who needs what."""
 
     #: Whether a number follows the name of the schedule, as in "double_ring(8)"; it is passed after the demand.
     numbered: ClassVar[bool] = False
@@ -44,36 +44,46 @@ class Schedule(ABC):
 
     @abstractmethod
     def backward(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-KV backward: keys, values and their gradients travel."""
+        """What a rank does at each step of a backward in which keys, values and their gradients travel (pass-KV)."""
 
     @abstractmethod
     def backward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-Q backward: queries and their gradients travel; `demand` is a `QueryDemand`."""
+        """What a rank does at each step of a backward in which queries and their gradients travel (pass-Q).
+
+        `demand` must be a `QueryDemand`.
+        """
 
     def forward_of_queries(self, rank: int) -> tuple[Step, ...]:
-        """The steps of a rank's pass-Q forward: queries and their (out, lse) travel; `demand` is a `QueryDemand`."""
+        """What a rank does at each step of a forward in which queries and their (out, lse) travel (pass-Q).
+
+        `demand` must be a `QueryDemand`. Raises Unsupported if the schedule cannot send queries.
+        """
         raise Unsupported(
             f"{type(self).__name__} cannot send queries around in the forward, only keys and values; try rotate='kv'"
         )
 
     def saved_parts(self, rank: int) -> tuple[Part, ...]:
-        """The parts that a rank saves after the forward for a pass-KV backward; none if that gathers the keys again."""
+        """The received keys and values that a rank keeps after the forward, for a pass-KV backward.
+
+        () if the backward gathers them again.
+        """
         return ()
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """(bytes between nodes, all bytes) of a backward, without making its steps; None if that needs the steps.
+        """(bytes between nodes, all bytes) of a backward; None if they can only be counted from the steps.
 
-        `block` and `sums` are the bytes of one row of one head: of the block that travels, and of its gradients.
-        `queries` means pass-Q. With more than EXACT_RANKS ranks, counts only the blocks of `sampled_owners`.
+        `block` is the bytes of one row of one head in a travelling block, and `sums` the bytes of its gradients.
+        `queries` means that queries travel (pass-Q). With more than EXACT_RANKS ranks, only the blocks of
+        `sampled_owners` are counted.
         """
         return None
 
 
 def sampled_owners(demand: BlockDemand) -> list[int]:
-    """Ranks whose blocks stand for the blocks of all ranks; all ranks if there are at most EXACT_RANKS.
+    """A sample of ranks, whose blocks represent those of all ranks; all ranks if there are at most EXACT_RANKS.
 
-    With more ranks, returns one period from the middle if the demand is periodic over ranks, else SAMPLED evenly spaced
-    ranks.
+    With more ranks, the sample is SAMPLED evenly spaced ranks. If the demand repeats from rank to rank, it is one
+    period from the middle instead.
     """
     layout, ranks = demand.layout, demand.layout.ranks
     if ranks <= EXACT_RANKS:
@@ -93,10 +103,10 @@ LATEST = 64
 
 
 class Edge(NamedTuple):
-    """Rows of `owner` go from rank `source` to rank `target`, which computes with them at step `step`.
+    """One transfer: rank `source` sends rows of the block of `owner` to rank `target`, which uses them at step `step`.
 
     Both ranks post the message at step `post` < `step`, and it is in flight until the end of step `step` - 1. A rank
-    computes with its own block at step 0. `ring` numbers the rings of a schedule, such as its directions.
+    computes with its own block at step 0. `ring` tells apart the rings of a schedule, such as its two directions.
     """
 
     owner: int
@@ -108,45 +118,45 @@ class Edge(NamedTuple):
 
 
 class Route(Schedule):
-    """A schedule whose blocks travel along trees of ranks, one per owner, only to ranks that need or forward rows."""
+    """Base of schedules that send each block along a tree of ranks; ranks get only rows that they need or pass on."""
 
     #: The number of different values of `Edge.ring`.
     rings = 1
 
     @abstractmethod
     def arrivals(self, rank: int) -> Iterator[Edge]:
-        """The edges to `rank`, latest first."""
+        """Yield the edges that end at `rank`, those with the latest step first."""
 
     @abstractmethod
     def edges_at(self, rank: int, step: int) -> tuple[Edge, ...]:
-        """The edges to `rank` for its step `step` > 0; edges that carry no rows may be among them."""
+        """The edges that bring rows to `rank` for step `step` > 0; some of them may carry no rows."""
 
     def arcs(self, rank: int) -> tuple[Iterator[Edge], ...]:
-        """The edges of `arrivals` in parts (arcs) that can be listed independently, each latest first.
+        """The edges of `arrivals`, split into iterators (arcs) that can be read independently, latest edges first.
 
-        If possible, owners ascend or descend within an arc, so that one walk over the owners can follow the arcs of
+        Where possible, the owners in an arc ascend or descend, so that one pass over the owners can follow the arcs of
         many ranks.
         """
         return (self.arrivals(rank),)
 
     @abstractmethod
     def first_edges(self, owner: int) -> tuple[Edge, ...]:
-        """The edges on which the block of `owner` leaves it."""
+        """The edges on which `owner` itself sends its block."""
 
     @abstractmethod
     def next_edges(self, edge: Edge) -> tuple[Edge, ...]:
-        """The edges on which the target of `edge` passes its rows on."""
+        """The edges on which the target of `edge` passes on the rows that it received."""
 
     @abstractmethod
     def served(self, edge: Edge) -> tuple[range, ...]:
-        """The ranks that the edge serves, as runs: its target, and all ranks further down the tree."""
+        """The ranks that get rows through this edge, as runs: its target and all ranks further down the tree."""
 
     def carried(self, edge: Edge) -> RowSets:
         """The rows that travel on an edge."""
         return self.demand.needed_rows(self.served(edge), edge.owner)
 
     def stopping(self, edge: Edge) -> RowSets:
-        """The rows that arrive on an edge and go no further."""
+        """The rows that arrive on this edge and that its target passes on to no other rank."""
         reach, further = self.demand.row_reach, self.next_edges(edge)
         if not further:
             return self.carried(edge)
@@ -155,7 +165,7 @@ class Route(Schedule):
         return self._subtract(edge.owner, self.carried(edge), [self.carried(e) for e in further])
 
     def last_edges(self, owner: int) -> Iterator[Edge]:
-        """The edges of the block of `owner` that bring rows which go no further."""
+        """Yield the edges of the block of `owner` whose target passes on only some of the rows, or none."""
         return (edge for edge in self.edges_of(owner) if self.stopping(edge) != NO_ROWS)
 
     def edges_of(self, owner: int) -> Iterator[Edge]:
@@ -167,18 +177,19 @@ class Route(Schedule):
             yield edge
 
     def returned(self, edge: Edge, carried: RowSets) -> RowSets:
-        """The rows among `carried` whose gradient sums return on this edge, and not on an earlier sibling.
+        """The rows of `carried` whose gradient sums come back over this edge.
 
-        Siblings are the edges on which one source passes on rows of the block.
+        If a rank passes the same row on over several edges, the sums return over the first of them.
         """
         siblings = self.next_edges(self.edges_by_owner(edge.source)[edge.owner])
         earlier = takewhile(lambda sibling: sibling != edge, siblings)
         return self._subtract(edge.owner, carried, [*map(self.carried, earlier)])
 
     def saved_rows(self, rank: int) -> dict[Edge, RowSets]:
-        """By edge, the rows that `rank` saves for the backward; in the backward, their owners send only the others.
+        """The received rows that `rank` keeps for the backward, by edge; in the backward the owner sends only the rest.
 
-        A rank saves rows that go no further, the latest arrivals first, and at most as many as one block has.
+        A rank keeps rows that it passes on to no other rank, the latest arrivals first, and at most as many as one
+        block has.
         """
         if not self.saves:
             return {}
@@ -187,7 +198,7 @@ class Route(Schedule):
         return self.demand.cache.answer(key, lambda: self.find_saved_rows(rank))
 
     def is_saved(self, edge: Edge) -> bool:
-        """Whether the target of `edge` saves rows that arrive on it, see `saved_rows`."""
+        """Whether the target of `edge` keeps rows that arrive on it for the backward, see `saved_rows`."""
         return edge in self.saved_rows(edge.target)
 
     def find_saved_rows(self, rank: int) -> dict[Edge, RowSets]:
@@ -300,7 +311,7 @@ class Route(Schedule):
         return [*self.first_edges(rank), *onward]
 
     def sends(self, edge: Edge) -> bool:
-        """Whether the edge is one of the `departures` of its source, without listing them."""
+        """Whether this edge is really used: whether it is one of the `departures` of its source. Does not list them."""
         if edge.owner == edge.source:
             return edge in self.first_edges(edge.owner)
         arrival = self.arrival(edge.source, edge.owner)
@@ -311,27 +322,30 @@ class Route(Schedule):
         return self.edges_by_owner(rank).get(owner)
 
     def edges_by_owner(self, rank: int) -> dict[int, Edge]:
-        """By owner, the edge on which its block reaches `rank`; earliest first."""
+        """For each owner, the edge on which its block reaches `rank`; earliest edges first."""
         key = (Route.edges_by_owner, type(self), self.ranks_per_node, rank)
         return self.demand.cache.answer(key, lambda: {e.owner: e for e in [*self.arrivals(rank)][::-1]})
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`. Under pass-KV, blocks skip rows that their readers saved in the forward."""
+        """(bytes between nodes, all bytes) of a backward, with arguments as in `Schedule`.
+
+        If keys travel, rows that ranks kept from the forward are not sent again.
+        """
         owners = sampled_owners(self.demand)
         saved = self.count_saved(owners) if self.saves and not queries else 0
         sent = self.count_moved(owners) * (block + sums) - saved * block
         return sent, sent
 
     def count_moved(self, owners: Sequence[int]) -> int:
-        """The number of rows that move on the edges of the blocks of `owners`, summed over edges and heads."""
+        """The number of rows that are sent when the blocks of `owners` travel, summed over edges and heads."""
         count = self.demand.count_needed
         return sum(count(self.served(edge), owner) for owner in owners for edge in self.edges_of(owner))
 
     def count_saved(self, ranks: Sequence[int]) -> int:
-        """The number of rows that `ranks` save from the forward, summed over heads.
+        """The number of rows that `ranks` keep from the forward for the backward, summed over heads.
 
-        With more than EXACT_RANKS ranks, looks only at the last `LATEST` arrivals: where no rows stop, the search would
-        go through as many arrivals as there are ranks.
+        With more than EXACT_RANKS ranks, only the last `LATEST` arrivals are examined: where all rows are passed on,
+        the search would otherwise go through as many arrivals as there are ranks.
         """
         arrivals = None if self.demand.layout.ranks <= EXACT_RANKS else LATEST
         return sum(size for rank in ranks for size in self._size_saved(rank, arrivals).values())
@@ -354,9 +368,9 @@ MessageKey = tuple[int, int, int]
 
 @dataclass
 class StepBuilder:
-    """Collects what a rank does at each step; steps count up (+1) or down (-1).
+    """Collects what a rank does at each step, in ascending (`sign` +1) or descending (-1) order of the steps.
 
-    Parts with equal `MessageKey` become one message.
+    Parts with the same peer, and the same first and last step in flight, become one message.
     """
 
     sign: int
@@ -365,16 +379,16 @@ class StepBuilder:
     recvs: dict[MessageKey, list[Part]] = field(default_factory=dict)
 
     def visit(self, step: int, block: tuple[Part, ...]) -> None:
-        """Add a visit to a block."""
+        """Let the rank compute with `block` at `step`."""
         self.visits.setdefault(step, []).extend(block)
 
     def send(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
-        """Add parts to the message to `peer`."""
+        """Add parts to the message to `peer` that is in flight from step `post` to the end of step `until`."""
         if block:
             self.sends.setdefault((post, until, peer), []).extend(block)
 
     def recv(self, post: int, until: int, peer: int, block: tuple[Part, ...]) -> None:
-        """Add parts to the message from `peer`."""
+        """Add parts to the message from `peer` that is in flight from step `post` to the end of step `until`."""
         if block:
             self.recvs.setdefault((post, until, peer), []).extend(block)
 

@@ -13,7 +13,10 @@ from .ring import runs, search
 
 
 class DirectSchedule(Route):
-    """Every owner sends each rank what it needs, directly; the rank at distance d up the ring gets it for step d."""
+    """A schedule in which owners send each rank directly the rows that it needs.
+
+    The rank at distance d up the ring gets them for its step d.
+    """
 
     def arrivals(self, rank: int) -> Iterator[Edge]:
         return self._edges_to(rank, 1, self.demand.layout.ranks - 1)
@@ -88,10 +91,10 @@ def _edge(owner: int, distance: int, ranks: int) -> Edge:
 
 
 class PullSchedule(DirectSchedule):
-    """A rank fetches the rows that it needs and stores their gradients; it serves no other rank and saves no parts.
+    """A schedule for ranks that run one by one: each reads the rows it needs from storage, and writes gradients there.
 
-    The visits are those of `direct`, in the same order. This schedule is not in `SCHEDULES`: it plans the receives but
-    not the sends, so it fits only ranks that run one by one, with storage as their peer.
+    Ranks compute with the same blocks in the same order as under `direct`, send nothing to each other, and keep no rows
+    for the backward. It is not in `SCHEDULES`, because it plans receives without matching sends.
     """
 
     def departures(self, rank: int) -> list[Edge]:

@@ -14,7 +14,10 @@ from .ring import Direction, rows_along, runs
 
 
 class DoubleRingSchedule(Route):
-    """At step t * n + j, with n ranks per node, a rank computes with the block from j ranks and t nodes before it."""
+    """A schedule with a ring inside each node and a ring of nodes, so that each block enters a node only once.
+
+    With n ranks per node, at step t * n + j a rank computes with the block from t nodes and j places before it.
+    """
 
     rings = 2
     numbered = True
@@ -65,10 +68,10 @@ class DoubleRingSchedule(Route):
         )
 
     def count_backward_bytes(self, block: int, sums: int, *, queries: bool) -> tuple[int, int] | None:
-        """As in `Schedule`; with more than EXACT_RANKS ranks, an estimate from the rows that a ring of nodes carries.
+        """(bytes between nodes, all bytes) of a backward; None with at most EXACT_RANKS ranks, to count from the steps.
 
-        The search for these skips what no rank needs; the steps of even a single rank may involve the rows of all
-        ranks.
+        With more ranks, an estimate from the rows that travel in a ring of whole nodes: making the steps of even a
+        single rank could involve the rows of all ranks. Arguments as in `Schedule`.
         """
         if self.demand.layout.ranks <= EXACT_RANKS:
             return None

@@ -25,7 +25,7 @@ class Direction(NamedTuple):
 
 
 def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
-    """Ranks start .. start + length - 1 around the ring, as runs of consecutive ranks."""
+    """The `length` ranks that follow each other around the ring from rank `start` on, as runs of consecutive ranks."""
     start %= ranks
     if start + length > ranks:
         return range(start, ranks), range(start + length - ranks)
@@ -33,14 +33,17 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
 
 
 def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance: int) -> tuple[range, ...]:
-    """The ranks that the block of `owner` can reach in a direction, from `distance` to the limit, as runs."""
+    """The ranks, as runs, that lie from `distance` up to the direction's limit away from `owner`."""
     length = direction.limit - distance + 1
     start = owner + distance if direction.sign > 0 else owner - direction.limit
     return runs(start, length, demand.layout.ranks)
 
 
 def search(some: Callable[[int, int], bool], near: int, far: int) -> Iterator[int]:
-    """The distances near .. far that match, descending, by bisection; `some(a, b)` tells if any of a .. b matches."""
+    """Yield the matching distances from `far` down to `near`; `some(a, b)` says whether any of a .. b matches.
+
+    Uses bisection, so that parts without a match take one call.
+    """
     if near > far or not some(near, far):
         return
     if near == far:
@@ -63,7 +66,7 @@ def _needed(demand: BlockDemand, direction: Direction, first: int, ranks: int, o
 
 @cached
 def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
-    """The number of hops of the block of `owner` in a direction: the distance of the farthest rank that needs it.
+    """How many hops the block of `owner` travels in a direction: as far as the last rank that needs some of it.
 
     Found by bisection unless `demand` has tables.
     """
@@ -85,9 +88,9 @@ def count_hops(demand: BlockDemand, owner: int, direction: Direction) -> int:
 
 
 def passing(demand: BlockDemand, rank: int, direction: Direction, distances: range) -> Iterator[int]:
-    """Those of the descending `distances` d at which the block of rank - sign * d arrives at `rank`.
+    """Yield those of the descending `distances` d at which `rank` gets rows of the block owned d hops back.
 
-    A block arrives if this rank, or a rank farther along its way, needs it. The search halves the distances and skips
+    A rank gets rows if it needs them, or if a rank farther along the way does. The search uses bisection and skips
     parts in which no block is needed, so planning a local pattern does not look at every rank.
     """
 
@@ -106,17 +109,21 @@ def passing(demand: BlockDemand, rank: int, direction: Direction, distances: ran
 
 @cached
 def row_counts(demand: BlockDemand, owner: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(distance, rows) pairs of the block of `owner`: how many rows, over all heads, travel up to each distance.
+    """How many rows of the block of `owner`, over all heads, travel how far: (distance, rows) pairs.
 
-    The set of rows needed beyond a distance only shrinks as the distance grows. Equal counts at two distances therefore
-    mean the same rows, and the search skips the distances between them.
+    Each pair says that `rows` rows travel on the hops up to `distance`, from the previous pair's distance on. Fewer
+    rows are needed the farther the block gets, so two distances with equal counts have the same rows, and the search
+    skips the distances between them.
     """
 
     def size(distance: int) -> int:
         return demand.count_needed(ranks_beyond(demand, owner, direction, distance), owner)
 
     def changes(low: int, high: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """(last distance with it, count) for each number of rows from distance `low` (`first`) to `high` (`last`)."""
+        """Yield (largest distance with this number of rows, number of rows), for the distances low .. high - 1.
+
+        `first` and `last` are the numbers of rows at `low` and `high`.
+        """
         if first == last:
             return
         if high - low == 1:
@@ -152,7 +159,7 @@ def _count_all_carried(demand: BlockDemand, direction: Direction) -> np.ndarray 
 
 
 def rows_along(demand: BlockDemand, owners: Sequence[int], direction: Direction) -> int:
-    """The number of rows that the blocks of `owners` send in a direction, summed over hops and heads."""
+    """The number of rows sent when the blocks of `owners` travel in a direction, summed over hops and heads."""
     reach, carried, moved = demand.sampled_reach, _count_carried(demand, direction), 0
     by_owner = {} if reach is None or carried is None else dict(zip(reach.blocks, carried.sum(1).tolist(), strict=True))
     for owner in owners:
@@ -174,7 +181,7 @@ def _count_rows(layout: Layout) -> np.ndarray:
 
 @cached
 def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None:
-    """How many rows of one head each rank saves from each hop in a direction, see `Route.saved_rows`.
+    """How many rows per head each rank keeps for the backward from each hop, see `Route.saved_rows`.
 
     int64 [ranks, hops], the farthest hop first; None if `row_reach` is None.
     """
@@ -192,7 +199,10 @@ def saved_by_hop(demand: BlockDemand, direction: Direction) -> np.ndarray | None
 
 @cached
 def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
-    """One direction around the ring, or both for half of it each: whichever moves fewer rows of `sampled_blocks`."""
+    """The directions in which blocks travel: one way around the ring, or half of the ring each way.
+
+    Chooses what sends fewer rows of the blocks of `sampled_blocks`.
+    """
     ranks = demand.layout.ranks
     blocks = sampled_blocks(ranks)
     half = (Direction(+1, ranks // 2), Direction(-1, (ranks - 1) // 2))
@@ -208,9 +218,10 @@ def choose_directions(demand: BlockDemand) -> tuple[Direction, ...]:
 
 
 class RingSchedule(Route):
-    """Every block goes in each direction; the edge at distance d serves the ranks from d to the direction's limit.
+    """A schedule in which each block travels around the ring from neighbour to neighbour, in one or both directions.
 
-    Rows that move and rows that ranks save are read from tables if there are any.
+    The edge at distance d serves the ranks from d to the direction's limit. How many rows travel and how many are kept
+    is read from tables, if there are any.
     """
 
     def __init__(self, demand: BlockDemand) -> None:

@@ -14,9 +14,10 @@ from ..steps import Hop, Kind, Part, RankPlan, Step
 
 
 def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kind, int], tuple[int, ...]]) -> RankPlan:
-    """The steps of a rank in a group of `size` ranks: exchanges before and after the steps of `plan`.
+    """The steps of a rank in a Ulysses group of `size` ranks: `plan`, with an exchange within the group at either end.
 
-    `plan` runs between the groups. `rows(kind, rank)` is the number of rows of the rank in each tensor of a kind.
+    `plan` has the rank's steps between the groups. `rows(kind, rank)` is the number of rows that a rank has in each
+    tensor of a kind.
     """
     rank = plan.rank
     first, member = rank - rank % size, rank % size
@@ -24,7 +25,7 @@ def wrap_in_exchanges(plan: RankPlan, size: int, ranks: int, rows: Callable[[Kin
     last = ranks + 2  # beyond every clock between the groups, up or down
 
     def exchange(kind: Kind, index: int, *, there: bool) -> Step:
-        """The step that sends this rank's rows to all members or, unless `there`, each member's rows back to it."""
+        """A step that sends this rank's rows to all members; if not `there`, each member's rows back to it."""
         tag = int(not there)
         sends = tuple(Hop(peer, tag, (Part(kind, rank if there else peer),), index) for peer in peers)
         recvs = tuple(Hop(peer, tag, (Part(kind, peer if there else rank),), index) for peer in peers)

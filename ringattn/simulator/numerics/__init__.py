@@ -32,18 +32,21 @@ def numerics(
     fault: Fault | None = None,
     state: Path | None = None,
 ) -> NumericsReport:
-    """Execute a plan on virtual ranks with generated inputs, check it with oracles and a ledger, and return the report.
+    """Execute a plan on virtual ranks with generated inputs, check the results, and return a report.
 
-    mode="sample" executes, in fp64, every message of the ranks that hold `rows`: query positions, or how many positions
-    to choose on at most `spread` ranks. Memory grows neither with tokens nor with ranks. mode="all" executes all rows
-    of `ranks` (default: all ranks), about `together` ranks at a time, in fp64 or fp32. `backward` also runs and checks
-    the backward. With `backward`, or with pass-Q in the forward, `ranks` must be closed: no message of theirs may go
-    to, or come from, another rank. Query and key positions come from the plan's two layouts.
+    An independent, exact computation (the oracle) checks the results, and a ledger checks which pairs were computed.
+
+    mode="sample" executes, in fp64, every message of the ranks that hold the query positions `rows`; if `rows` is a
+    number, that many positions are chosen on at most `spread` ranks. Memory grows neither with tokens nor with ranks.
+    mode="all" executes all rows of `ranks` (default: all ranks), about `together` ranks at a time, in fp64 or fp32.
+    `backward` also runs and checks the backward. With `backward`, or with pass-Q in the forward, no rank in `ranks` may
+    exchange messages with a rank outside. Query and key positions come from the plan's two layouts.
 
     K and V repeat with `period`, a prime; with None they do not repeat, and the oracle reads every key of a compared
     row. For one row, the pattern's tiles are also compared with its `visible`, which is written independently. `seed`
-    determines all inputs. `fault` is injected into one visit. The file `state` keeps what is finished, and an execution
-    with the same arguments continues from it. Raises InvalidInput or Unsupported before executing anything.
+    determines all inputs. `fault` deliberately breaks the computation with one block, to see that the checks notice.
+    Finished work is kept in the file `state`; an execution with the same arguments continues from it. Raises
+    InvalidInput or Unsupported before executing anything.
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")

@@ -17,9 +17,10 @@ INTERVAL = 10.0
 
 
 class Checkpoint:
-    """The state of an execution in a file, written at most every `INTERVAL` seconds; without a path nothing is kept.
+    """Keeps the state of an execution in a file, written at most every `INTERVAL` seconds; without a path, keeps none.
 
-    `inputs` identify the execution; `state` is what the file held, {} if there was none. Floats survive exactly.
+    `inputs` identify the execution. `state` is what the file contained, or {} if there was no file. Floats survive
+    exactly.
     """
 
     def __init__(self, path: Path | None, inputs: dict[str, Any]) -> None:

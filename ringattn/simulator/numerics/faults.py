@@ -41,14 +41,17 @@ _PLANNED, _REPLACED = ("drop", "duplicate", "band"), ("owner", "swap", "stale", 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in the visit of `rank` to the block of `owner`, of keys or, with pass-Q in the forward, queries."""
+    """A deliberate error in what rank `rank` computes with, or receives as, the block of rank `owner`.
+
+    The block holds keys and values or, with pass-Q in the forward, queries. `FAULT_KINDS` explains each `kind`.
+    """
 
     kind: str
     rank: int
     owner: int
 
     def check(self, plan: Plan, *, backward: bool) -> None:
-        """Raise InvalidInput if the plan lacks the visit or message that the fault changes."""
+        """Raise InvalidInput if the plan has no such computation or message, so that the fault would change nothing."""
         if self.kind not in FAULT_KINDS:
             hint = did_you_mean(self.kind, FAULT_KINDS)
             raise InvalidInput(f"fault {self.kind!r}: {hint}expected {', '.join(FAULT_KINDS)}")
@@ -69,11 +72,14 @@ class Fault:
             raise InvalidInput(f"fault {self.kind!r} replaces a block by another: it needs shards of equal length")
 
     def sides(self, plan: Plan) -> tuple[int, int]:
-        """(rank of the queries, rank of the keys) of the visit."""
+        """(rank that owns the queries, rank that owns the keys) in the computation with the fault."""
         return (self.rank, self.owner) if plan.forward_rotates == "kv" else (self.owner, self.rank)
 
     def harm(self, source: RowSource, plan: Plan, rank: int, part: Part, tensors: Sequence[torch.Tensor]) -> None:
-        """Apply the fault, in place, to the `tensors` [heads, rows, width] of a part that has arrived, if it is hit."""
+        """Apply the fault, in place, to a received part if it concerns this part.
+
+        `tensors` are the tensors of the part, [heads, rows, width] each.
+        """
         if part.kind in SUMS and (rank, part.owner) == (self.rank, self.owner):
             for x in tensors:
                 x.mul_(GRADIENT_FAULTS.get(self.kind, 1.0))
@@ -84,7 +90,7 @@ class Fault:
                     tensors[i].copy_(source.block(plan, part._replace(owner=home))[i][0])
 
     def delivered(self, rank: int, owner: int, ranks: int) -> tuple[int, int]:
-        """(owner of the keys, owner of the values or queries) that `rank` really receives as the block of `owner`."""
+        """(owner of the keys, owner of the values or queries) of what `rank` really receives as `owner`'s block."""
         if rank != self.rank or self.kind not in _REPLACED:
             return owner, owner
         other = self._neighbour(+1 if self.kind == "stale" else -1, ranks)
@@ -126,7 +132,7 @@ def _off_by_one(work: Work) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyPlan(Plan):
-    """A plan with the steps of `base`, but a fault in what one visit computes."""
+    """A plan with the steps of `base`, in which one rank computes the wrong pairs with one block, as `fault` says."""
 
     base: Plan
     fault: Fault
@@ -140,7 +146,7 @@ class FaultyPlan(Plan):
 
 
 def with_fault(plan: Plan, fault: Fault) -> Plan:
-    """The plan with the fault built in; a fault in messages leaves the plan as it is."""
+    """The plan with the fault in its computation; returned unchanged if the fault is in a message."""
     if fault.kind not in _PLANNED:
         return plan
     inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}

@@ -41,7 +41,10 @@ STRAY = -(1 << 40)
 
 
 def scramble(x: np.ndarray, salt: int) -> np.ndarray:
-    """Hashes of integers, uint64: the last mixing function of splitmix64 (Steele, Lea, Flood 2014), with a salt."""
+    """Pseudo-random hashes of integers: uint64, different for each `salt`.
+
+    Source: the last mixing function of splitmix64 (Steele, Lea, Flood 2014).
+    """
     with np.errstate(over="ignore"):
         z = x.astype(np.uint64) + np.uint64(salt + 1) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -50,19 +53,20 @@ def scramble(x: np.ndarray, salt: int) -> np.ndarray:
 
 
 def weights(positions: np.ndarray) -> np.ndarray:
-    """The weight with which a backward counts each row: 1 .. WEIGHTS, int64."""
+    """A weight from 1 to WEIGHTS for each position, int64: how much a row counts in the checks of gradients."""
     return (scramble(positions, 7) % np.uint64(WEIGHTS)).astype(np.int64) + 1
 
 
 def coefficients(owner: np.ndarray) -> np.ndarray:
-    """The pseudo-random coefficients (a, b, c) in the hash of each block owner: uint64 [3, ...]."""
+    """Pseudo-random coefficients (a, b, c) for each block owner, which make hashes depend on it: uint64 [3, ...]."""
     salts = np.arange(3, dtype=np.int64).reshape(3, *[1] * owner.ndim)
     return scramble(owner[None] * 4 + salts, 0)
 
 
 def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What a visit of `count` keys adds to a row's hash, uint64; `first` sums their positions, `second` the squares.
+    """What is added to a row's hash when it attends `count` keys of a block, uint64.
 
+    `coefficient` is the block owner's. `first` is the sum of the keys' positions, `second` the sum of their squares.
     All arrays broadcast with `coefficient[0]`.
     """
     with np.errstate(over="ignore"):
@@ -70,7 +74,10 @@ def entry(coefficient: np.ndarray, count: np.ndarray, first: np.ndarray, second:
 
 
 class PairLedger:
-    """Hashes (uint64) and numbers of pairs (int64) of some query rows, [H, rows], in ascending order of position."""
+    """For some query rows, how many keys each attended (int64), and a hash of which ones (uint64): [H, rows] each.
+
+    Rows are in ascending order of position.
+    """
 
     def __init__(self, positions: np.ndarray, heads: int) -> None:
         self.positions = np.sort(positions)
@@ -109,12 +116,15 @@ class PairLedger:
         return hashlib.sha256(self.positions.tobytes() + self.hashes.tobytes() + self.pairs.tobytes()).hexdigest()[:16]
 
     def wrong(self, other: PairLedger) -> int:
-        """How many rows, over all heads, differ in hash or number of pairs, plus the `strays` of both ledgers."""
+        """The number of rows, over all heads, in which two ledgers differ, plus the `strays` of both.
+
+        Strays are computed rows that the ledger does not cover.
+        """
         return int(((self.hashes != other.hashes) | (self.pairs != other.pairs)).sum()) + self.strays + other.strays
 
 
 class AuditingKernel(Kernel):
-    """A kernel that records the pairs that it computes in a ledger, and writes counts into the gradients.
+    """A kernel that also records the pairs it computes in a ledger, and writes checkable counts into the gradients.
 
     With `queries_travel` (pass-Q), head h of a work is the h-th head of the message, not of the plan.
     """
@@ -190,7 +200,7 @@ class AuditingKernel(Kernel):
         return [int((rows[p] == q[0, i, 0]).all(-1).byte().argmax()) for i, p in enumerate(places)]
 
     def keys(self, k: torch.Tensor, v: torch.Tensor) -> np.ndarray:
-        """Positions of keys, int64 [B, K, keys], decoded from tags in V; STRAY where the tag in K says otherwise."""
+        """The positions of keys, int64 [B, K, keys], as encoded in V; STRAY where K encodes something else."""
         of_k, of_v = self._read(k[..., K_TAG]), self._read(v[..., RAMP])
         period = self.source.period
         # Instead of of_v % period, which numpy computes four times slower.
@@ -232,9 +242,10 @@ def _between(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def pieces(layout: Layout) -> tuple[np.ndarray, list[tuple[range, int]]]:
-    """The ranges of all shards: contiguous ones as start, stop and owner, ascending; others as (range, owner).
+    """The ranges of all shards, as (contiguous ranges, others).
 
-    Takes 24 bytes per contiguous range.
+    Contiguous ranges are an array of starts, stops and owners, ascending, which takes 24 bytes per range; others are a
+    list of (range, owner).
     """
     others: list[tuple[range, int]] = []
 
@@ -251,9 +262,9 @@ def pieces(layout: Layout) -> tuple[np.ndarray, list[tuple[range, int]]]:
 
 
 def expect(pattern: Pattern, layout: Layout, runs: Sequence[range], heads: int, ledger: PairLedger) -> np.ndarray:
-    """Add the pairs that the pattern keeps for the queries at `runs`, in all heads, to a ledger, in closed form.
+    """Add to a ledger all pairs that the pattern has for the queries at `runs`, in all heads, without listing them.
 
-    Returns the owners of the blocks in which some of these queries sees a key, ascending.
+    Returns the owners of the blocks in which at least one of these queries sees a key, ascending.
     """
     met = [np.empty(0, dtype=np.int64)]
     for tile in (tile for q in runs for keys in layout.domain for tile in pattern.tiles(q, keys, range(heads))):
@@ -268,8 +279,10 @@ def expect(pattern: Pattern, layout: Layout, runs: Sequence[range], heads: int, 
 
 
 def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-    """For batches of S shard ranges, yield (owners [S], first position [rows, S], count [rows, S], step) of the keys
-    that each row of a tile sees in each range."""
+    """Yield which keys each row of a tile sees in each range of the shards, for S ranges at a time.
+
+    Each item is (owners [S], first position [rows, S], number of keys [rows, S], step).
+    """
     (start, stop, owners), others = pieces(layout)
     low, high = np.searchsorted(stop, tile.k[0], "right"), np.searchsorted(start, tile.k[-1], "right")
     rows = np.arange(tile.q.start, tile.q.stop, tile.q.step)[:, None]
@@ -298,7 +311,7 @@ def _inside(
 
 
 def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count, sum and sum of squares, mod 2^64, of the `count` numbers first, first + step, ..."""
+    """(count, sum, sum of squares), modulo 2^64, of the numbers first, first + step, ... (`count` of them)."""
     n, p, s = count.astype(np.uint64), first.astype(np.uint64), np.uint64(step)
     less = np.where(count > 0, count - 1, 0).astype(np.uint64)
     ones = less * n // np.uint64(2)  # 0 + 1 + .. + n-1
@@ -309,11 +322,10 @@ def moments(first: np.ndarray, count: np.ndarray, step: int) -> tuple[np.ndarray
 
 
 def expected_counts(pattern: Pattern, others: Sequence[range], rows: range, heads: int, *, keys: bool) -> np.ndarray:
-    """The counts that gradients must carry, int64 [heads, rows].
+    """The counts that correct gradients contain, int64 [heads, rows].
 
-    For each head and position of `rows`: the sum of the `weights` of all positions in `others` that form a visible pair
-    with it.
-    `keys`: `rows` are keys and `others` queries, else vice versa.
+    For each head and position in `rows`, a count is the sum of `weights` over all positions in `others` that form a
+    visible pair with it. With `keys`, `rows` are keys and `others` queries; otherwise the reverse.
     """
     found = np.zeros((heads, len(rows)), dtype=np.int64)
     sides = ((other, rows) if keys else (rows, other) for other in others)

@@ -30,7 +30,7 @@ OUTSIDE = -1
 
 @dataclass(frozen=True)
 class BatchedRanks:
-    """Ranks whose plans have the same shape, ascending. They run the program of the first rank."""
+    """Ranks, ascending, whose plans differ only in rank numbers, so that one program runs all of them as a batch."""
 
     whole: Plan
     ranks: tuple[int, ...]
@@ -41,19 +41,25 @@ class BatchedRanks:
 
     @cached_property
     def plan(self) -> Plan:
-        """The whole plan with one batch element per batched rank; it uses the key demand that the plan has cached."""
+        """The plan with one batch element for each rank; reuses what is cached about the keys that ranks need."""
         plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
         plan.demand.share_answers(self.whole.demand)
         return plan
 
 
 def settled(plan: Plan) -> str:
-    """The explicit `rotate` with which changed copies of a plan rotate, in each pass, what the plan itself rotates."""
+    """The value of `rotate` that makes a changed copy of this plan send the same kind of blocks in each pass.
+
+    "auto" might choose otherwise in the copy.
+    """
     return f"{plan.forward_rotates}, {plan.rotates}"
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:
-    """A value that is equal for two ranks iff one program can run both: steps and works relative to the rank."""
+    """A value that is equal for two ranks iff one program can run both.
+
+    It contains the rank's steps and computations, with other ranks numbered relative to it.
+    """
     size, mine = plan.ranks, plan.for_rank(rank)
 
     def away(part: Part) -> object:
@@ -75,7 +81,7 @@ def shape(plan: Plan, rank: int, *, backward: bool) -> object:
 
 
 def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[BatchedRanks]:
-    """Group `ranks` into batches of the same plan shape."""
+    """Group `ranks` into batches whose plans have the same `shape`."""
     found: dict[object, list[int]] = {}
     for rank in ranks:
         found.setdefault(shape(plan, rank, backward=backward), []).append(rank)
@@ -83,7 +89,7 @@ def batch_ranks(plan: Plan, ranks: Iterable[int], *, backward: bool) -> list[Bat
 
 
 def connected(plan: Plan, ranks: Sequence[int], *, backward: bool) -> Iterator[list[int]]:
-    """Split `ranks` into groups that send no messages to each other.
+    """Yield groups of `ranks`; no rank sends messages to another group.
 
     Raises InvalidInput if a backward, or a pass-Q forward, needs ranks that are not in `ranks`.
     """
@@ -135,10 +141,10 @@ Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
 
 class Lockstep:
-    """The transport of batched ranks: runs one program per batch. Receive buffers hold NaN until they are filled.
+    """Runs one program for each batch of ranks, and carries their messages.
 
-    `answer` generates the messages of ranks that are not executed; it can do so for blocks of K/V only. Messages to
-    such ranks are counted, then dropped.
+    Receive buffers contain NaN until they are filled. `answer` generates messages from ranks that are not executed,
+    which works for keys and values only. Messages to such ranks are counted, then dropped.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ class ExactQueries:
 
 
 def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float) -> ExactRows:
-    """Exact attention, and gradients, of the query positions `rows` over all keys that each of them sees.
+    """Compute exact attention and dq of the query positions `rows`, over all keys that they see.
 
-    Here and below, `pattern` is already bound to the heads and positions.
+    In this module `pattern` is already bound to the heads and positions.
     """
     q, grad = (source.join(name, rows)[0].double() for name in ("q", "grad"))
     grad = grad * pattern.output_scale
@@ -89,9 +89,9 @@ def exact_rows(pattern: Pattern, source: RowSource, rows: Sequence[range], scale
 def exact_keys(
     pattern: Pattern, source: RowSource, rows: Sequence[range], scale: float, seen_by: ExactQueries
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact (dk [K, rows, D], dv [K, rows, Dv]) of the key positions `rows`, over all queries that see each of them.
+    """Compute the exact gradients of the key positions `rows`: (dk [K, rows, D], dv [K, rows, Dv]).
 
-    NaN for a key that is seen by a query outside `seen_by`.
+    They are sums over all queries that see a key; NaN for a key that a query outside `seen_by` sees.
     """
     group = source.heads // source.kv_heads
     k, v = (source.join(name, rows)[0].double() for name in ("k", "v"))
@@ -162,7 +162,7 @@ def _places(r: range) -> torch.Tensor:
 
 
 def count_mask_errors(pattern: Pattern, source: RowSource, position: int, seed: int = 0) -> tuple[int, int]:
-    """For a query row, over all heads: (keys compared, keys on which the pattern's tiles and `visible` disagree)."""
+    """For one query row in all heads: (keys compared, keys for which `tiles` and `visible` disagree)."""
     heads, end = source.heads, source.end
     per_head = max(MASK_CELLS // heads, 1)
     random = np.random.default_rng(seed)
@@ -205,7 +205,7 @@ def sampled_rows(tokens: int, count: int) -> list[int]:
 
 
 def places(rows: list[int], positions: np.ndarray) -> dict[int, int]:
-    """{row: its index in `positions`}, for each of `rows` that occurs there."""
+    """For each of `rows` that occurs in `positions`, its index there, as a dict."""
     return {int(positions[i]): int(i) for i in np.flatnonzero(np.isin(positions, rows))}
 
 
@@ -213,10 +213,10 @@ def oracle_rows(
     pattern: Pattern, tokens: int, rows: list[int], scale: float, positions: np.ndarray,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reduce: Reduce,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention outputs of the query positions `rows`, [B, H, len(rows), Dv] in fp64, over the keys of all ranks.
+    """Compute attention of the query positions `rows` over the keys of all ranks: fp64 [B, H, len(rows), Dv].
 
-    q, k, v are this rank's shards, and `positions` [n] their global positions. Every rank attends its own keys with the
-    pattern's dense mask rows; then the ranks sum their outputs, weighted by their log-sum-exps.
+    q, k, v are this rank's shards, and `positions` [n] their global positions. Each rank attends its own keys with rows
+    of the dense mask; then the outputs of all ranks are summed, weighted by their log-sum-exps, with `reduce`.
     """
     batch, heads, _, width = q.shape
     place, group = places(rows, positions), heads // k.shape[1]
@@ -248,7 +248,10 @@ def oracle_rows(
 def oracle_rows_alone(
     pattern: Pattern, rows: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Like `oracle_rows`, for whole tensors in one process, with the pattern's output scale applied."""
+    """Compute attention of the query positions `rows` from whole tensors in one process, see `oracle_rows`.
+
+    Unlike there, the pattern's output scale is applied.
+    """
     _, heads, tokens, head_dim = q.shape
     bound = pattern.bind(heads, tokens)
     exact = oracle_rows(bound, tokens, rows, head_dim**-0.5, np.arange(tokens), q, k, v, lambda x, most: None)

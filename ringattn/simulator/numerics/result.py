@@ -21,7 +21,7 @@ MODES = {
 
 @dataclass
 class NumericsReport:
-    """What was executed and compared so far.
+    """The result of a numerics check: what was executed and compared so far, and the largest errors.
 
     Each error is the largest absolute error, divided by the largest entry of the truth or by 1 if that is larger.
     """
@@ -80,7 +80,7 @@ class NumericsReport:
         vars(self).update(counts)
 
     def add_ledger(self, computed: PairLedger, wanted: PairLedger) -> None:
-        """Add the pairs of two ledgers and the number of rows in which they differ."""
+        """Compare computed with expected pairs; add the number of pairs and of wrong rows to the report."""
         self.wrong += computed.wrong(wanted)
         self.pairs += int(computed.pairs.sum())
         self.pairs_expected += int(wanted.pairs.sum())
@@ -92,13 +92,16 @@ class NumericsReport:
         self.lse_error = max(self.lse_error, gap(lse, true_lse))
 
     def compare_gradient(self, found: torch.Tensor, exact: torch.Tensor, tag: int) -> None:
-        """Compare a gradient with the truth, except for the column `tag`, which holds a count."""
+        """Compare a gradient with the exact one, without column `tag`, which contains a count instead."""
         worst = gap(*(x.index_fill(-1, torch.tensor(tag % x.shape[-1], device="cpu"), 0.0) for x in (found, exact)))
         self.gradient_error = max(self.gradient_error or 0.0, worst)
 
     @property
     def complete(self) -> bool:
-        """Whether the ledgers match, exactly the planned messages were sent, and the tiles are those of the mask."""
+        """Whether all checks of completeness passed: computed pairs, sent messages, and the pattern's tiles.
+
+        The ledgers match, exactly the planned messages were sent, and the tiles agree with the mask.
+        """
         wrong = (self.wrong, self.wrong_gradients, self.unsent, self.wrong_mask_keys)
         found = self.visits, self.sent_bytes, self.sent_messages
         return not any(wrong) and found == (self.visits_expected, self.planned_bytes, self.planned_messages)
@@ -154,7 +157,7 @@ class NumericsReport:
 
 
 def gap(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error, divided by the largest entry of `exact` or by 1 if that is larger.
+    """The largest absolute error, divided by the largest entry of `exact` or by 1, whichever is larger.
 
     Infinite if an entry is NaN or infinite in only one of the tensors.
     """

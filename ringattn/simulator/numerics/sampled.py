@@ -48,9 +48,9 @@ Calls = dict[tuple[Work, int], list[int]]
 
 
 def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0) -> list[int]:
-    """`number` distinct query positions on at most `ranks` ranks (default: `number`); `seed` chooses them.
+    """Choose `number` different query positions on at most `ranks` ranks (default: `number`); `seed` varies the choice.
 
-    The first and the last position of the sequence are among them, if `ranks` allows it.
+    The first and the last position of the sequence are included if `ranks` allows it.
     """
     check_seed(seed)
     random = np.random.default_rng(seed)
@@ -76,11 +76,10 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
 
 def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None,
            checkpoint: Checkpoint = NOT_KEPT) -> NumericsReport:  # fmt: skip
-    """Execute every message of the ranks that hold the query positions `rows`, check the rows with the oracle, and
-    return the report.
+    """Execute all messages of the ranks that hold the query positions `rows`, check these rows, and return a report.
 
-    Memory grows by 24 bytes per rank of the plan, for the expected ledger. Raises InvalidInput if the plan is not fp64,
-    Unsupported if it uses Ulysses.
+    The rows are compared with an exact computation, and the computed pairs with those of the pattern. Memory grows by
+    24 bytes per rank of the plan. Raises InvalidInput if the plan is not fp64, Unsupported if it uses Ulysses.
     """
     check_plan(plan)
     get_route(plan)
@@ -134,7 +133,7 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise Unsupported if the ranks of a plan exchange heads, or round what they send."""
+    """Raise Unsupported if ranks exchange tokens for heads (Ulysses), or round what they send (`comm_dtype`)."""
     if plan.comm_dtype is not None:
         raise Unsupported(
             f"comm_dtype={plan.comm_dtype} would round the tags that encode positions; make the plan without it"
@@ -161,7 +160,11 @@ def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tupl
 
 @dataclass(eq=False)
 class SampledArc:
-    """A sampled rank's progress along an arc of the route: its rows' local indices, first row's number, next visits."""
+    """How far a sampled rank has got along one sequence of the blocks that it receives.
+
+    `local` are the local indices of its sampled rows, `first` the number of the first of them among all sampled rows,
+    and `blocks` the (owner, row sets) still to come.
+    """
 
     rank: int
     local: tuple[int, ...]
@@ -171,7 +174,10 @@ class SampledArc:
 
 
 class Walk:
-    """The walk over all visits of the sampled rows; `homes` are (rank, local indices of its rows), ascending."""
+    """Goes through all blocks that the sampled rows attend, and checks that each block was really sent.
+
+    `homes` are (rank, local indices of its sampled rows), ascending.
+    """
 
     def __init__(
         self, plan: Plan, source: RowSource, homes: Sequence[tuple[int, tuple[int, ...]]], fault: Fault | None
@@ -191,10 +197,10 @@ class Walk:
                 first += len(local)
 
     def visits(self, finished: int = 0) -> Iterator[tuple[RowViews, Calls]]:
-        """Deliver the blocks of one owner after another, always of the nearest that an arc needs next, until none does.
+        """Yield (keys and values, works) for each block that sampled rows attend, one owner after another.
 
-        Yields (keys and values as they arrived, works) of each delivery; the first `finished` deliveries are passed
-        over.
+        The next owner is always the nearest one from which a sampled rank still expects a block. The first `finished`
+        items are skipped.
         """
         size, at, hops = self.plan.ranks, 0, 0
         coming = {one: next(one.blocks, None) for one in reversed(self.streams)}
@@ -253,7 +259,10 @@ class Walk:
 
 
 def get_route(plan: Plan) -> Route:
-    """The route of a plan's keys and values. Raises Unsupported for a schedule without routes, and for pass-Q."""
+    """The `Route` on which a plan's keys and values travel.
+
+    Raises Unsupported for a schedule without routes, and if queries travel (pass-Q).
+    """
     if plan.forward_rotates == "q":
         raise Unsupported(
             "sampled rows need pass-KV, but this plan is pass-Q; try rotate='kv', or mode='all' (numerics.mode=all)"
@@ -268,7 +277,7 @@ def get_route(plan: Plan) -> Route:
 
 
 def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | torch.Tensor]]:
-    """Yield (kernel call, index of its rows) for all works; the rows of a call are numbered from 0."""
+    """Yield (kernel call, index of its rows in the sampled rows) for all works; a call numbers its own rows from 0."""
     for (work, _), rows in calls.items():
         for call in kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)) if rows else ():
             index = _index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))

@@ -47,7 +47,7 @@ PERIOD = 4099
 
 @dataclass
 class RowSource:
-    """Generates q, k, v and the cotangent `grad` of out, for one batch element. Create it with `make_source`.
+    """Generates q, k, v and `grad` (d loss / d out) at any position, for one batch element. Made by `make_source`.
 
     `queries` and `keys` are the positions of the rows, as ascending runs.
     """
@@ -67,7 +67,7 @@ class RowSource:
 
     @property
     def unit(self) -> float:
-        """The step of a tag: the row at position p has the tag p * `unit`."""
+        """The step between the tags that encode positions: the row at position p has the tag p * `unit`."""
         return 2.0 ** -max(self.end - 1, 0).bit_length()
 
     @property
@@ -95,7 +95,7 @@ class RowSource:
         return found
 
     def block(self, plan: Plan, part: Part) -> tuple[torch.Tensor, ...]:
-        """The tensors of a part of a block, (k, v) or (q,), each [1, heads, rows, width]."""
+        """The generated rows of a part: (k, v) or (q,), [1, heads, rows, width] each."""
         layout, row_set, names = plan.layout_of(part.kind), part.row_set, BLOCK_NAMES[part.kind]
         if isinstance(row_set, AllRows):
             return tuple(self.join(name, layout.shard(part.owner)) for name in names)
@@ -153,7 +153,7 @@ class TensorSource(RowSource):
 
     @classmethod
     def of(cls, source: RowSource) -> TensorSource:
-        """A source with all rows of another source, generated once and held."""
+        """Generate all rows of another source once, and hold them as tensors."""
         s = source
         made = cls(s.queries, s.keys, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.dtype, s.seed, s.period)
         made.tensors = {name: s.rows(name, range(s.end)) for name in NAMES}
@@ -166,7 +166,7 @@ class TensorSource(RowSource):
 
 
 def placed(layout: Layout, owner: int, local: Sequence[range]) -> list[range]:
-    """The positions of local row ranges of the shard of `owner`, as ranges in the same order."""
+    """Convert ranges of local rows of `owner` to ranges of positions, in the same order."""
     ranges, shard = [], layout.shard(owner)
     for run in local:
         first = 0
@@ -186,7 +186,10 @@ def check_seed(seed: object) -> None:
 
 
 def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowSource:
-    """The inputs of a plan; K and V repeat every `period` positions (a prime), or never (None). Raises InvalidInput."""
+    """A generator of a plan's inputs; K and V repeat every `period` positions (a prime), or never for None.
+
+    Raises InvalidInput for a wrong seed or period.
+    """
     domains = plan.layout_of("q").domain, plan.layout.domain
     sizes = plan.heads, plan.kv_heads, plan.head_dim, plan.value_dim
     longest = plan.layout.rows(0)
@@ -217,7 +220,10 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
 
 
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers, float64, by Box-Muller from two hashes of (stream, index); index is int64."""
+    """Pseudo-random standard normal numbers, float64, one for each entry of the int64 tensor `index`.
+
+    They depend on (stream, index) only: two hashes of these, converted by Box-Muller.
+    """
     key = (stream & (1 << 63) - 1) * 0xBF58476D1CE4E5B9 % (1 << 63)
     u = [shift(finalize((index * 2 + i ^ key) * GAMMA), 11).double() * 2.0**-53 for i in (0, 1)]
     return (-2 * (1 - u[0]).log()).sqrt() * (2 * math.pi * u[1]).cos()

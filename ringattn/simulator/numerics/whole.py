@@ -56,10 +56,10 @@ RankGroup = tuple[BatchedRanks, ...]
 
 
 def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: int = TOGETHER) -> Iterator[RankGroup]:
-    """Yield groups of about `together` ranks, each split into batches.
+    """Yield groups of about `together` ranks; the ranks of a group are split into batches that run together.
 
-    A group is planned when it is asked for, so that no memory grows with the number of ranks. Raises InvalidInput if
-    gradients, or outputs of pass-Q, would have to go to ranks outside `ranks`.
+    Each group is planned only when it is needed, so memory does not grow with the number of ranks. Raises InvalidInput
+    if gradients, or outputs of pass-Q, would have to go to ranks outside `ranks`.
     """
     check_plan(plan)
     closed = backward or plan.forward_rotates == "q"
@@ -78,9 +78,9 @@ def execute(
     group: RankGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
     fault: Fault | None = None,
 ) -> tuple[list[Outcome], list[Lockstep]]:  # fmt: skip
-    """Run the forward and, with `grads`, the backward of a group of ranks; returns (outcome of each batch, passes).
+    """Run the forward and, with `grads`, the backward of a group of ranks.
 
-    The cotangent comes from the source.
+    Returns (outcome of each batch, the `Lockstep` of each pass). d loss / d out comes from `source`.
     """
     plan, answer = group[0].whole, partial(source.block, group[0].whole)
     q_layout = plan.layout_of("q")
@@ -113,7 +113,7 @@ class _Compared:
         self.plan, self.q_layout = self.report.plan, self.report.plan.layout_of("q")
 
     def begin(self, ranks: Sequence[int], grads: bool) -> None:
-        """Count what a group of ranks should compute and send; its first rank alone decides which rows are compared."""
+        """Record what a group of ranks should compute and send; its first rank determines which rows are compared."""
         self.random = np.random.default_rng(ranks[0])
         report, plan = self.report, self.plan
         steps = (step for rank in ranks for step in plan.for_rank(rank).forward)
@@ -124,7 +124,7 @@ class _Compared:
             report.planned_messages += sum(plan.messages(rank, backward=back) for rank in ranks)
 
     def results_of(self, outcomes: Sequence[Outcome]) -> None:
-        """Compare the outputs of a group, and its gradients, which it exchanges within itself, if there are any."""
+        """Compare the outputs of a group of ranks and, if there are any, its gradients."""
         for outcome in outcomes:
             self.rows_of(outcome)
             if outcome.grads:
@@ -136,7 +136,7 @@ class _Compared:
                     self._keys_of(ranks, [home[rank] for rank in ranks])
 
     def rows_of(self, outcome: Outcome) -> None:
-        """Compare `COMPARED` rows of every rank, of the output and dq if there is one, with `exact_rows`."""
+        """Compare `COMPARED` rows of each rank with `exact_rows`: the output and, if computed, dq."""
         for i, rank in enumerate(outcome.ranks):
             local = self._chosen(outcome.out.shape[2])
             if not local:
@@ -161,7 +161,7 @@ class _Compared:
         return range(start, start + count * step, step) if count else range(0)
 
     def ledger_of(self, ledger: PairLedger, ranks: Sequence[int]) -> None:
-        """Compare the ledger of all rows of `ranks` with the expected ledger."""
+        """Compare the recorded pairs of all rows of `ranks` with the expected ones."""
         wanted = PairLedger(ledger.positions, self.plan.heads)
         for rank in ranks:
             met = expect(self.plan.pattern, self.plan.layout, self.q_layout.shard(rank), self.plan.heads, wanted)
@@ -169,7 +169,7 @@ class _Compared:
         self.report.add_ledger(ledger, wanted)
 
     def counts_of(self, outcome: Outcome) -> None:
-        """Compare the counts in the gradients of all rows with the expected counts."""
+        """Compare the counts in the gradients, which say how often rows were used, with the expected counts."""
         wrong = 0
         dq, dk, dv = outcome.grads
         for i, rank in enumerate(outcome.ranks):
@@ -254,12 +254,12 @@ def whole(
     fault: Fault | None = None,
     checkpoint: Checkpoint = NOT_KEPT,
 ) -> NumericsReport:
-    """Execute all rows of `ranks` (default: all ranks), with a ledger of all rows, and return the report.
+    """Execute all rows of `ranks` (default: all ranks), check them, and return a report.
 
-    Compares `COMPARED` query rows of each rank with `exact_rows`. With `grads`, also compares dq of these rows, dk and
-    dv of as many key rows with `exact_keys`, and, over all rows, products that must be equal, such as v^T dv and out^T
-    dO. `checkpoint` keeps, for each finished group, its ranks, its number of pairs and a hash of its ledger. Raises
-    InvalidInput or Unsupported.
+    A ledger checks the pairs of all rows. `COMPARED` query rows of each rank are compared with `exact_rows`. With
+    `grads`, dq of these rows is also compared, dk and dv of as many key rows are compared with `exact_keys`, and over
+    all rows products that must be equal, such as v^T dv and out^T dO. `checkpoint` keeps, for each finished group, its
+    ranks, its number of pairs and a hash of its ledger. Raises InvalidInput or Unsupported.
     """
     if fault is not None:
         fault.check(plan, backward=grads)

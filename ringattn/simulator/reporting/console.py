@@ -32,7 +32,10 @@ INTERVAL, LINES = 25.0, 10
 
 @dataclass(frozen=True)
 class Number:
-    """A named value as text, and its kind: measured, counted, modelled, extrapolated, or "" for none."""
+    """A value to report: its name, its text, and where it comes from.
+
+    `kind` is measured, counted, modelled, extrapolated, or "" for none of these.
+    """
 
     name: str
     value: str
@@ -50,7 +53,10 @@ def describe_plan(plan: Plan, rank_noun: str = "rank") -> str:
 
 
 def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
-    """The pattern, tokens, layout and number of ranks of a plan as text; queries and keys apart if they differ."""
+    """A plan's pattern, tokens, layout and ranks as text; for queries and keys separately if they differ.
+
+    `rank_noun` is the word for a rank.
+    """
     queries = "" if plan.q_layout is None else f"{plural(plan.q_tokens, 'query token')}, {plan.q_layout.name}, and "
     what = "token" if plan.q_layout is None else "key"
     return (
@@ -60,7 +66,7 @@ def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
 
 
 def format_quantity(name: str, value: float | bool) -> str:
-    """The value of the machine's parameter `name`, with its unit, as text."""
+    """A machine parameter's value with its unit, as text; `name` is the parameter."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     unit = MACHINE_NUMBERS[name].unit
@@ -122,7 +128,7 @@ def print_plain(text: str) -> None:
 
 
 def announce(text: str) -> None:
-    """Print what is measured next."""
+    """Print a line that says what will be measured next."""
     get_console().print(f"measuring {text}", highlight=False, soft_wrap=True)
 
 
@@ -192,7 +198,7 @@ class _Console(Console):
 
 @contextmanager
 def show_progress(console: Console, *, shown: bool = True, tenths: bool = False) -> Iterator[Listener]:
-    """Context manager that yields a progress callback: call it with (units done, units in total, noun).
+    """Show progress in the `with` block; yields a function to call with (units done, units in total, noun).
 
     On a terminal it draws a bar, removed after the block. Elsewhere it prints a line with the time left to standard
     error every `INTERVAL` seconds, even within a unit, and with `tenths` at every tenth of the work. shown=False shows
@@ -211,9 +217,9 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
 
 
 class ProgressLines:
-    """Prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
+    """A context that prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
 
-    A thread repeats the last line if a unit of work takes longer than that; leaving the context ends the thread.
+    If a unit of work takes longer than that, a thread repeats the last line. The thread ends with the context.
     """
 
     def __init__(self, console: Console, tenths: bool) -> None:

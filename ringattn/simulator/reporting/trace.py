@@ -22,7 +22,10 @@ Row = tuple[int, str, float, float, int | None]
 
 
 def write_trace(path: str, kind: str, spans: Iterable[Span | Row]) -> None:
-    """Write a Chrome trace of spans, "measured" or "modelled": two rows per rank, its work and its messages."""
+    """Write spans to a Chrome trace file, with two rows per rank: its work and its messages.
+
+    `kind` says whether the spans are "measured" or "modelled".
+    """
     ranks, messages = PROCESSES[kind], PROCESSES[kind] + 1
     titles = ((ranks, "ranks"), (messages, "messages by sender"))
     events = [_name("process_name", process, 0, f"{title}, {kind}") for process, title in titles]
@@ -45,7 +48,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def modelled_spans(window: StepWindow, direction: str, since: float = 0.0) -> Iterator[Row]:
-    """The spans of some steps of a modelled pass; the pass starts `since` seconds into the trace."""
+    """Yield the spans of the steps in `window`, for a trace; the pass starts `since` seconds into the trace."""
     begun, busy_seconds = window.begun.tolist(), window.busy.tolist()
     for step, each in enumerate(zip(begun, busy_seconds, begun[1:], strict=False)):
         label = f"{direction} step {step}"

@@ -71,7 +71,10 @@ def _list_between(ranks: int, inner: int) -> list[str]:
 
 
 def list_ulysses_sizes(plan: Plan) -> list[int]:
-    """Sizes of Ulysses groups that divide the ranks and the heads, and divide or are a multiple of the K/V heads."""
+    """The Ulysses group sizes that fit a plan.
+
+    Each divides the number of ranks and of query heads, and divides or is a multiple of the number of K/V heads.
+    """
     most = gcd(plan.ranks, plan.heads)
     sizes = [size for size in range(2, most + 1) if most % size == 0]
     return [size for size in sizes if plan.kv_heads % size == 0 or size % plan.kv_heads == 0]
@@ -85,11 +88,11 @@ def list_layouts(ranks: int) -> tuple[str, ...]:
 def choose(
     make: Callable[[Layout, str], Plan], layouts: Sequence[Layout], schedule: str | None, machine: Machine
 ) -> Plan:
-    """The fastest plan over all `layouts` with `schedule` (None: one of those of `auto`), with its `choice`. Pure.
+    """The fastest plan, by modelled time, over all `layouts` and one or all schedules; `choice` says what was compared.
 
-    `make` makes the plan for a layout and a schedule. Reads no clock, so that all ranks choose the same plan. Schedules
-    after the ring are compared only if the ring on the same layout has an estimate, or was skipped because its lower
-    bound was already slower than the best.
+    `make` makes the plan for a layout and a schedule; with schedule=None, all schedules of `auto` are tried. Reads no
+    clock, so that all ranks choose the same plan. Schedules other than the ring are compared only if the ring on the
+    same layout has an estimate, or was skipped because its lower bound was already slower than the best plan.
     """
     first = make(layouts[0], schedule or "ring")
     reason = _explain_idle(first)
@@ -117,14 +120,14 @@ def choose(
 
 
 def simulate_seconds(plan: Plan, machine: Machine) -> float:
-    """Seconds of a forward, in which every step of every rank is simulated, see `simulate`."""
+    """The modelled seconds of a forward, from a simulation of every step of every rank, see `simulate`."""
     from .simulation import simulate  # rarely needed
 
     return simulate(plan, machine).seconds
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
-    """The estimated time of a forward, as `auto` compares it: summed over steps, the longer of visits and messages.
+    """Estimate the time of a forward, as `auto` does: in each step, whatever takes longer, computing or messages.
 
     The time is that of the slowest rank examined; bytes and messages are the maximum over these ranks. Except on few
     ranks, all ranks are assumed to begin each step together, so that they wait only for messages. Messages of a step
@@ -145,10 +148,10 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
 def choose_layout(
     plans: Sequence[Sequence[Plan]], weights: Sequence[int], machine: Machine | str | None
 ) -> tuple[Plan, ...]:
-    """The plans of a model's masks on the layout whose forwards take the least total time. Pure.
+    """Choose the layout that is fastest for a whole model, and return the plans of all its masks on this layout.
 
-    `plans[i]` are the plans of all masks on layout i; the forward of mask j counts `weights[j]` times. Layouts on which
-    a mask has no estimate are left out, unless all are: then the first is taken.
+    `plans[i]` are the plans of all masks on layout i; the forward of mask j counts `weights[j]` times. A layout is left
+    out if some mask has no estimate on it. If that leaves none, the first layout is taken. Reads no clock.
     """
     on = get_machine(machine)
     alone = [
@@ -173,11 +176,12 @@ def choose_rectangle(
     rotates: Sequence[str],
     machine: Machine,
 ) -> Plan:
-    """The fastest plan of a rectangle, by simulating every step of every rank, with its `choice`. Pure.
+    """The fastest plan for queries that differ from the keys, by simulating every step of every rank.
 
-    `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `schedule` as in `choose`. The layout and
-    `rotate` that are fastest in the ring are used for the other schedules. With more than `WHOLE` ranks nothing is
-    simulated: the first layout and schedule are taken, and the `rotate` that sends fewer bytes.
+    `make` makes the plan for a layout of the keys, a schedule and a `rotate`; `schedule` is as in `choose`. The layout
+    and `rotate` that are fastest in the ring are used for the other schedules. With more than `WHOLE` ranks nothing is
+    simulated: the first layout and schedule are taken, and the `rotate` that sends fewer bytes. The plan's `choice`
+    says what was compared. Reads no clock.
     """
     name = schedule or "ring"
     first = make(layouts[0], name, rotates[0])
@@ -248,7 +252,7 @@ class _Comparison:
         self.candidates.append(Candidate(layout.name, name, None, why))
 
     def add_all(self, layout: Layout, names: Sequence[str]) -> None:
-        """Compare schedules, the ring first; skip those whose lower bound shows that they cannot win."""
+        """Estimate several schedules on a layout, the ring first; skip those that a lower bound shows to be slower."""
         for name in names:
             plan = self.make(layout, name)
             fastest = min((candidate.seconds for candidate in self.plans), default=inf)
@@ -266,7 +270,7 @@ class _Comparison:
                 return
 
     def add(self, layout: Layout, name: str) -> bool:
-        """Compare a schedule on a layout; returns False if it has no estimate."""
+        """Estimate a schedule on a layout and record it as a candidate; returns False if it has no estimate."""
         plan = self.make(layout, name)
         for steps in (SAMPLED_STEPS, FEWER):
             demand = self._metered_demand(plan)
@@ -367,7 +371,7 @@ def _explain(best: Candidate, others: list[Candidate], rates: Rates) -> str:
 
 
 class TooMany(Exception):
-    """Raised when the budget of lookups is used up."""
+    """Raised when a `Metered` pattern was asked for tiles too often."""
 
 
 def _ask(name: str) -> Any:
@@ -383,7 +387,7 @@ def _ask(name: str) -> Any:
 
 
 class Metered(PatternView):
-    """A view of a pattern that counts tile lookups. Raises TooMany when the budget, `left`, is used up."""
+    """A pattern that counts how often it is asked for tiles, and raises TooMany when `left` is used up."""
 
     def __init__(self, pattern: Pattern, budget: int) -> None:
         self.pattern, self.left = pattern, budget
@@ -415,9 +419,9 @@ class Metered(PatternView):
 
 
 def count_lookups(plan: Plan, rank: int) -> int | None:
-    """The number of tile lookups that the steps of a rank need; None if it exceeds BUDGET.
+    """How often planning a rank's steps asks the pattern for tiles; None if that exceeds BUDGET.
 
-    The plan caches what was looked up, so that making these steps does not search again.
+    The plan caches the answers, so planning these steps later does not search again.
     """
     ring_plan, place = plan.ring_plan(rank)  # with Ulysses groups, the plan between the groups
     if not plan.batch:

@@ -26,7 +26,7 @@ HOPELESS = 50
 
 
 def bound_memory(plan: Plan) -> int:
-    """An upper bound on the bytes of one rank in a forward, without planning the steps of any rank."""
+    """A quick upper bound on the bytes that one rank needs in a forward; plans the steps of no rank."""
     block = _block_bytes(plan, ("kv",))
     blocks = {"allgather": plan.ranks, "ring": 2, "direct": 2}.get(plan.schedule, 3) if plan.ranks > 1 else 0
     receiving = blocks * block
@@ -37,15 +37,15 @@ def bound_memory(plan: Plan) -> int:
 
 
 def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) -> dict[str, int]:
-    """Bytes by category at the peak of a pass, on the rank with the most tokens.
+    """The bytes in use at the peak of a pass, by category, on the rank with the most tokens.
 
-    A forward holds the inputs, output and lse, receive buffers, and the output of one visit. A backward holds what the
-    forward saved, the incoming gradient, accumulators of the gradients, the block that the forward saved, message
-    buffers, and the gradients of one visit. Blocks count in full, so a plan that sends parts of blocks needs less. The
-    fp32 copies that CPUs make of 16-bit inputs are not counted. Measured peaks of dense rings differ from the sum of
-    all categories by at most a tenth (docs/measured.md).
+    A forward holds the inputs, output and lse, receive buffers, and the output of one kernel call's block. A backward
+    holds what the forward saved, the incoming gradient, accumulators of the gradients, the block that the forward
+    saved, message buffers, and the gradients for one block. Blocks count in full, so a plan that sends parts of blocks
+    needs less. The fp32 copies that CPUs make of 16-bit inputs are not counted. Measured peaks of dense rings differ
+    from the sum of all categories by at most a tenth (docs/measured.md).
 
-    `receiving` are the bytes of the receive buffers of a forward, if the caller knows them; None: they are computed.
+    `receiving` is the size of a forward's receive buffers in bytes, if the caller knows it; None: it is computed.
     """
     item = ITEM_BYTES[plan.dtype]
     wide = max(item, 4)  # accumulators and lse are fp32, or fp64 for fp64 inputs
@@ -138,11 +138,11 @@ def checkpoint_bytes(plan: Plan, *, backward: bool = False) -> int:
 
 
 def young_daly(write: float, mtbf: float) -> float:
-    """The interval between checkpoints, in seconds of work, that loses the least time, to first order.
+    """The best time between checkpoints, in seconds of work: approximately the one that loses the least time.
 
-    sqrt(2 C M) for checkpoints of C = `write` seconds and M = `mtbf` seconds between failures (J. W. Young, "A first
-    order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher order estimate of the optimum
-    checkpoint interval for restart dumps", 2006).
+    The approximation is of first order: sqrt(2 C M) for checkpoints of C = `write` seconds and M = `mtbf` seconds
+    between failures (J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly,
+    "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006).
     """
     return sqrt(2 * write * mtbf)
 
@@ -178,9 +178,10 @@ class Failures:
 
 
 def failures(plan: Plan, machine: Machine, work: float, *, backward: bool = False) -> Failures | None:
-    """Failures of a job that keeps all ranks busy for `work` seconds; None if the machine has no mtbf.
+    """The expected failures of a job that keeps all ranks busy for `work` seconds; None if the machine has no mtbf.
 
-    Raises InvalidInput for an mtbf without checkpoint and restart, or too short for checkpoints to complete.
+    Raises InvalidInput for an mtbf without checkpoint and restart, or if failures are too frequent to complete a
+    checkpoint.
     """
     if machine.mtbf is None:
         return None

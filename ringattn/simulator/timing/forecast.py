@@ -40,10 +40,10 @@ ENOUGH_TILES = 256
 
 
 def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLED_STEPS) -> tuple[Prediction, str]:
-    """(prediction of a forward, text on how many ranks and steps it is based on).
+    """(prediction, basis): an estimate of a forward's time, and a text on how many ranks and steps it is based on.
 
-    `demand` replaces the plan's demand; with Ulysses groups, give the demand between the first ranks of the groups. At
-    most about `most` steps of a rank are examined.
+    `demand` replaces the plan's demand; with Ulysses groups, give the demand between the first ranks of the groups.
+    About `most` steps of a rank are examined at most.
     """
     size, ring_plan = plan.ulysses_size, plan.ring_plan(0)[0]
     rates, between = Rates(plan, machine, backward=False), machine
@@ -62,12 +62,15 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLE
 
 
 def host_seconds(machine: Machine, calls: int) -> float:
-    """Seconds that the host needs to start the `calls` of a pass: visits, and steps without a visit."""
+    """Seconds that the host needs to start a pass with this many `calls`: blocks computed, and steps without any."""
     return (machine.host_call or 0.0) + calls * (machine.host or 0.0)
 
 
 def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:
-    """(seconds, bytes sent by a rank, exchanges) for exchanging tokens for heads, and back, in a Ulysses group."""
+    """(seconds, bytes sent by a rank, number of exchanges) of the exchanges within a Ulysses group in a forward.
+
+    (0, 0, 0) without Ulysses groups.
+    """
     peers = plan.ulysses_size - 1
     near = min(plan.ulysses_size, machine.ranks_per_node) - 1
     kinds: tuple[Kind, ...] = ("qkv", "out") if peers else ()
@@ -127,7 +130,10 @@ class _RingEstimate:
         self.slowest: defaultdict[int, float] = defaultdict(float)
 
     def make(self) -> tuple[Prediction, int, str]:
-        """(prediction for the slowest examined rank, calls and messages that its host starts, what was examined)."""
+        """(prediction, calls, basis) of a forward: the slowest examined rank's time, and what was examined, as text.
+
+        `calls` is the largest number of calls that an examined rank's host starts.
+        """
         chosen = self._choose_ranks()
         arrivals = {rank: list(islice(self.route.arrivals(rank), self.most + 1)) for rank in chosen}
         few = max(map(len, arrivals.values())) <= self.most

@@ -24,18 +24,18 @@ SAMPLED_OWNERS = 8
 
 
 def timed_ranks(ranks: int, most: int = MOST_RANKS) -> list[int]:
-    """The ranks whose visits represent those of all ranks, ascending, including the first and the last."""
+    """A sample of ranks, ascending, with the first and the last; their computations represent those of all ranks."""
     return sampled_ranks(ranks, most, FEWEST_RANKS, PLANNED_STEPS, ends=True)
 
 
 def pair_seconds(
     plan: Plan, machine: Machine, backward: bool, most: int = MOST_RANKS, enough: int | None = None
 ) -> float:
-    """Seconds of the attention kernel per (query, key, head, branch) pair, for the whole batch.
+    """Seconds that the attention kernel takes per (query, key, head, branch) pair, for the whole batch.
 
-    From measured kernel times if the machine has them, else from modelled rates, else from its flops: 2 (D + Dv) FLOPs
-    per pair in a forward. Times and rates are averaged over the visits of at most `most` sampled ranks; rates use only
-    the first `enough` tiles of these visits.
+    They come from measured kernel times if the machine has them, else from modelled rates, else from its flops: 2 (D +
+    Dv) FLOPs per pair in a forward. Times and rates are averaged over the blocks that at most `most` sampled ranks
+    compute with; rates use only the first `enough` tiles of each.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     ring_ranks = tuple(timed_ranks(plan.ring_plan(0)[0].ranks, most=most))
@@ -50,11 +50,12 @@ def pair_seconds(
 
 @cached
 def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: bool, ranks: tuple[int, ...]) -> float:
-    """Measured seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
+    """Average measured seconds of the kernel per (query, key, head, branch) pair of one batch element.
 
-    `flops` are the FLOPs of one pair. `ranks`: whose visits are averaged, as ranks of `plan.ring_plan(0)`, which
-    differs from the plan if it has Ulysses groups. Raises Unsupported if more than a tenth of the pairs lie in tiles of
-    more than twice the measured sizes, or if dtype or head dim are far from the measured ones.
+    `flops` are the FLOPs of one pair. The average is over all blocks that `ranks` compute with; these are ranks of
+    `plan.ring_plan(0)`, which differs from the plan if it has Ulysses groups. Raises Unsupported if more than a tenth
+    of the pairs lie in tiles of more than twice the measured sizes, or if dtype or head dim are far from the measured
+    ones.
     """
     times.check(plan.dtype, plan.head_dim)
     seconds = pairs = stray_pairs = 0.0
@@ -82,7 +83,7 @@ def seconds_per_pair(plan: Plan, times: KernelTimes, flops: float, backward: boo
 
 
 def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: bool, rank: int, owner: int) -> float:
-    """Measured seconds of the kernel for the visit of a rank's queries to an owner's keys, per batch element.
+    """Measured seconds of the kernel for a rank's queries and an owner's keys, per batch element.
 
     `flops` are the FLOPs of one pair. The overhead of a call is divided among the batch elements.
     """
@@ -97,11 +98,12 @@ def visit_seconds(ring_plan: Plan, times: KernelTimes, flops: float, backward: b
 def modelled_seconds_per_pair(
     plan: Plan, rates: KernelRates, gathered: bool, backward: bool, ranks: Sequence[int], enough: int | None = None
 ) -> float:
-    """Modelled seconds of the kernel per (query, key, head, branch) pair of one batch element, averaged over visits.
+    """Average modelled seconds of the kernel per (query, key, head, branch) pair of one batch element.
 
-    `ranks`: whose visits are averaged. `gathered`: all visits of a rank are one kernel call, so the launch and moving
-    rows count only once, in the visit to its own block. The first `enough` tiles of a visit represent the others; once
-    that many tiles were seen in all, further visits are skipped: tiles of one pattern are much alike.
+    The average is over all blocks that `ranks` compute with. `gathered`: a rank computes with all blocks in one kernel
+    call, so the launch and moving rows count only once, with its own block. The first `enough` tiles of a block
+    represent the others; once that many tiles were seen in all, further blocks are skipped, because tiles of one
+    pattern are much alike.
     """
 
     def compute() -> float:
@@ -158,7 +160,7 @@ def _pairs_per_head(work: Work) -> int:
 
 
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:
-    """(shape, rows, keys, pairs) of the tiles into which kernels split a work.
+    """Yield (shape, rows, keys, pairs) of the tiles into which kernels split a work.
 
     `pairs` are summed over heads, and over repetitions of the tile.
     """

@@ -21,9 +21,10 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class RingProblem:
-    """A ring whose costs are known for all ranks at once. Raises InvalidInput for stalls after the last step.
+    """A ring whose costs are known for all ranks at once, the input of fast solvers.
 
-    `counts` provides them if they differ between ranks and steps; None if all visits are equal.
+    `counts` gives the costs if they differ between ranks and steps; None if all blocks take equally long. Raises
+    InvalidInput for stalls after the last step.
     """
 
     ring: Ring
@@ -37,13 +38,13 @@ class RingProblem:
 
     @property
     def calls(self) -> int:
-        """The largest number of calls of a rank: one per visit, and one per step without a visit."""
+        """The largest number of calls that a rank's host starts: one per block computed, one per step without any."""
         return self.steps if self.counts is None else self.counts.calls
 
 
 @dataclass(frozen=True)
 class TimingProblem:
-    """The input of solvers: a plan on a machine, and its ring, or the reason why it has none."""
+    """The input of all solvers: a plan on a machine, and its `RingProblem` or the reason why there is none."""
 
     rates: Rates
     faults: Faults
@@ -51,7 +52,7 @@ class TimingProblem:
 
 
 def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
-    """The ring problem of a plan, or the reason why the costs of all ranks cannot be computed at once."""
+    """A plan's `RingProblem`, or the reason why the costs of all its ranks cannot be computed at once."""
     plan = rates.plan
     if not plan.is_plain:
         return "queries have other positions than the keys, or the forward is pass-Q"

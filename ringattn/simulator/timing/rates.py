@@ -29,7 +29,7 @@ FEW_RANKS = 64
 
 @dataclass(frozen=True)
 class Faults:
-    """Deviations from the machine: slow (or fast) ranks, slow links, and stalls of single visits."""
+    """How a simulated machine deviates from normal: slow (or fast) ranks, slow links, and single delays (stalls)."""
 
     #: Factor on the visits and merges of each rank, float64 [ranks]; None: 1.
     slow: np.ndarray | None = None
@@ -42,15 +42,16 @@ class Faults:
         return self.slow is not None or self.slow_links is not None or bool(self.stalls)
 
     def at(self, ranks: np.ndarray) -> Faults:
-        """The faults of `ranks`, with factors in the shape of `ranks`, without stalls."""
+        """The slowdown factors of `ranks`, in the shape of `ranks`; stalls are left out."""
         slow, slow_links = (None if factors is None else factors[ranks] for factors in (self.slow, self.slow_links))
         return Faults(slow, slow_links)
 
 
 def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray | None:
-    """The factors of all ranks as float64 [ranks]; None if all are 1.
+    """Convert slowdown factors to float64 [ranks]; None if all are 1.
 
-    `name` is the argument's name in messages. Raises InvalidInput for an invalid rank or factor.
+    `factors` is a dict by rank, or has one factor per rank. `name` is the argument's name in messages. Raises
+    InvalidInput for an invalid rank or factor.
     """
     if factors is None:
         return None
@@ -71,14 +72,14 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
 
 
 def own_bytes(plan: Plan) -> int:
-    """Bytes of a rank's q, k, v and output."""
+    """The bytes of one rank's q, k, v and output, in a layout with equal shards."""
     rows = -(-plan.q_tokens // plan.ranks) * plan.heads + -(-plan.tokens // plan.ranks) * plan.kv_heads
     return plan.batch * rows * (plan.head_dim + plan.value_dim) * ITEM_BYTES[plan.dtype]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of the pairs, merges and messages of one pass of a plan on a machine."""
+    """How long computing, merging and sending take in one pass of a plan on a machine."""
 
     plan: Plan
     machine: Machine
@@ -91,11 +92,11 @@ class Rates:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each visit is timed by its own tiles (on few ranks); else all visits take the mean time per pair."""
+        """Whether each block is timed by its own tiles (on few ranks); otherwise every pair takes the mean time."""
         return self.machine.kernel is not None and self.plan.ranks <= FEW_RANKS
 
     def visits(self, ring_plan: Plan, visits: Sequence[tuple[int, int]]) -> float:
-        """Seconds of the kernel for `visits`, pairs (rank of the queries, rank of the keys) in `ring_plan`."""
+        """Seconds of the kernel for `visits`: (rank of the queries, rank of the keys) in `ring_plan` for each block."""
         per_pair = self.pair  # raises for tiles far larger than the measured ones
         if self.machine.kernel is None or not self.one_by_one:
             return per_pair * sum(ring_plan.demand.pairs(*visit) for visit in visits)
@@ -111,10 +112,10 @@ class Rates:
 
     @property
     def call(self) -> float:
-        """Seconds of a call in addition to its visits and messages; shared cores spend them once for each rank.
+        """Seconds that a call takes besides computing and messages; ranks that share cores spend them in turn.
 
-        Unless the machine has deferred comparison, they include the comparison before the first message: ceil(log2 P)
-        rounds, the k-th with the rank 2^k ahead.
+        Unless the machine defers the comparison of ranks, they include the comparison before the first message:
+        ceil(log2 P) rounds, the k-th with the rank 2^k ahead.
         """
         node = min(self.machine.ranks_per_node, self.plan.ranks)
         call, deferred = self._of_direction("call"), self.machine.deferred
@@ -134,14 +135,14 @@ class Rates:
 
     @property
     def passes_q(self) -> bool:
-        """True if the pass is pass-Q: blocks of queries travel to the keys."""
+        """Whether queries travel in this pass (pass-Q), rather than keys and values."""
         return (self.plan.rotates if self.backward else self.plan.forward_rotates) == "q"
 
     @property
     def gamma(self) -> float:
-        """Interference: a visit takes `gamma` times the seconds of its longest message longer; 0: not modelled.
+        """How much messages slow down computing: a block takes longer by `gamma` times its longest message's seconds.
 
-        1 if ranks share cores, as another rank computes on the core that copies a message.
+        0 if not modelled; 1 if ranks share cores, as another rank computes on the core that copies a message.
         """
         gamma = self.machine.gamma or 0.0
         return 1.0 if gamma and self.cores is not None else gamma
@@ -152,10 +153,11 @@ class Rates:
         return self.machine.one_gather and self.plan.schedule == "allgather"
 
     def gather_factors(self, near: bool, messages: int, node: int) -> tuple[float, float]:
-        """(factor on latency, factor on bytes) for each of `messages` that a rank posts at once over one link type.
+        """(factor on latency, factor on bytes) for each of `messages` that a rank posts at once, in an all-gather.
 
-        A collective pays its latency once. Every byte enters a node once, over the cards of its `node` ranks, and is
-        then passed from rank to rank through the node. (1, 1) for messages outside a collective.
+        `near` means messages within a node. In a collective call, latency counts only once. Every byte enters a node
+        once, over the cards of its `node` ranks, and is then passed from rank to rank through the node. Both factors
+        are 1 for messages outside a collective call.
         """
         if not self.one_gather:
             return 1.0, 1.0
@@ -164,7 +166,7 @@ class Rates:
     def crowd(self, source: Any, target: Any, group: int = 1) -> Any:
         """How many messages share a link, see `Machine.crowd`: among the plan's ranks, or within a Ulysses group.
 
-        1 for a collective, which shares no links.
+        Always 1 if all keys are gathered in one collective call.
         """
         machine, size = self.machine, self.plan.ulysses_size
         if self.one_gather:
@@ -174,10 +176,10 @@ class Rates:
         return machine.crowd(source, target, self.plan.ranks, group)
 
     def merge(self, rows: int) -> float:
-        """Seconds to merge one visit into out and lse of `rows` (query row, head), or to add its dQ, dK and dV.
+        """Seconds to merge a block's results into out and lse of `rows` (query row, head), or to add dQ, dK and dV.
 
         The accumulators are fp32, or fp64 for fp64 inputs. 0 if the machine has no merge rate, or if one call has all
-        gathered keys. A backward is assumed to visit as many keys as query rows.
+        gathered keys. In a backward, a block is assumed to have as many keys as query rows.
         """
         if self.machine.merge is None or self.one_gather:
             return 0.0
@@ -189,10 +191,11 @@ class Rates:
         return MERGE_PASSES * size / self.machine.merge
 
     def merged_rows(self, ring_plan: Plan, queries: int, keys: int) -> int:
-        """The number of (query row, head) that the visit of rank `queries` to rank `keys` merges, or adds gradients to.
+        """How many (query row, head) results a rank merges when it computes with one block.
 
-        With `one_by_one`, each work of a forward counts: rows in several works, such as the branches of a dilated mask,
-        are merged once per work, and even the first visit costs a copy of the result into place.
+        `queries` is the rank of the queries, `keys` that of the keys. In a backward, gradients are added instead. With
+        `one_by_one`, each work of a forward counts: rows in several works, such as the branches of a dilated mask, are
+        merged once per work, and even the first result costs a copy into place.
         """
         own = queries == keys
         if self.machine.merge is None:
@@ -205,23 +208,23 @@ class Rates:
         return ring_plan.query_demand.count_needed(needed, queries) if self.merges(own) else 0
 
     def merges(self, own: bool | np.ndarray) -> np.ndarray:
-        """Whether a visit to a rank's own block (`own`), or to another's, is merged: bool in the shape of `own`.
+        """Whether results from a rank's own block (`own`), or from another's, need a merge: bool in the shape of `own`.
 
         A rank's own block comes first in a forward, so there is no partial result to merge with. Two simplifications:
-        rows that see no key of their rank's own block count as merged at their first visit, although they are copied;
-        and rows in several kernel calls of one visit count as merged once.
+        rows that see no key of their rank's own block count as merged with their first block, although they are copied;
+        and rows in several kernel calls on one block count as merged once.
         """
         return np.logical_or(self.backward, np.logical_not(own))
 
     def near(self, sign: int, ranks: np.ndarray) -> np.ndarray:
-        """Whether `ranks` r and r + sign are on one node: bool [ranks]; a scalar array if all ranks are alike."""
+        """Whether each rank r and rank r + sign are on one node: bool [ranks], or a scalar array if all are alike."""
         per_node, world = self.machine.ranks_per_node, self.plan.ranks
         if per_node == 1 or per_node >= world:
             return np.asarray(per_node >= world)
         return np.asarray(ranks // per_node == (ranks + sign) % world // per_node)
 
     def message(self, size: np.ndarray | float, near: np.ndarray, crowd: Any = 1) -> np.ndarray:
-        """Seconds of messages of `size` bytes, within a node where `near` is True.
+        """Seconds that messages of `size` bytes take; `near` is True for messages within a node.
 
         Within a node, `crowd` messages share a link; between nodes, neighbours share none.
         """

@@ -51,10 +51,10 @@ def simulate(
     passes: int | None = None,
     solver: str = "auto",
 ) -> Timeline:
-    """The modelled time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
+    """Model the time of a forward, or of a backward, of `plan` on `machine` (a Machine, "cpu" or "cuda").
 
-    `slow` are factors on the visits of each rank (a dict by rank, or one factor per rank), `slow_links` factors on the
-    messages that each rank sends, `stalls` single visits that take longer. `passes` defines a job: how often it makes
+    `slow` gives factors on the time that each rank computes (a dict by rank, or one factor per rank), `slow_links`
+    factors on the messages that each rank sends, and `stalls` single delays. `passes` defines a job: how often it makes
     the pass. Energy and cost are those of the job, with its failures and checkpoints; without a job, of one pass.
 
     `solver` selects an algorithm (periodic, stencil or events) instead of the cheapest exact one. Solver events may

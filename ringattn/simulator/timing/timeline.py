@@ -26,7 +26,10 @@ NEVER_MODELLED = ("contention inside the network, beyond the shared NIC of a nod
 
 @dataclass(frozen=True)
 class Timeline:
-    """The modelled time of one pass of a plan on a machine, in seconds; sizes are in bytes."""
+    """The modelled time of one pass of a plan, and what it consists of, in seconds: the result of `simulate`.
+
+    Sizes are in bytes.
+    """
 
     #: "forward" or "backward".
     direction: str
@@ -60,7 +63,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """Seconds of the job, with failures and checkpoints if modelled; without a job, of one pass."""
+        """Seconds that the whole job takes, with failures and checkpoints if modelled; without a job, one pass."""
         return (self.passes or 1) * self.seconds if self.failures is None else self.failures.expected
 
     @property
@@ -82,7 +85,7 @@ class Timeline:
 
 
 def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """One sentence for each assumption: about the kernel, a preset's error band, and ranks that share cores.
+    """The assumptions behind a simulation, one sentence each: the kernel's speed, a preset's error band, shared cores.
 
     Error bands come from published passes, all with 16-bit inputs.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TimedMessage:
-    """A message of a window: its start (when both ends have begun the step) and its duration, in seconds."""
+    """A message in a trace: its start (when both ends have begun the step) and its duration, in seconds."""
 
     step: int
     source: int
@@ -33,7 +33,7 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """When ranks begin steps, in seconds. A rank takes no time in steps in which it does nothing.
+    """When the first ranks of a pass begin its first steps, in seconds; ranks with nothing to do take no time.
 
     All arrays are float64. `messages` is None if the solver does not know when messages begin.
     """
@@ -56,9 +56,10 @@ def window(
     slow_links: Factors | None = None,
     stalls: Sequence[Stall] = (),
 ) -> StepWindow:
-    """The window of the first `ranks` ranks and `steps` steps of a pass, or of all that it has; the rest as `simulate`.
+    """Simulate when the first `ranks` ranks begin the first `steps` steps of a pass.
 
-    Raises Unsupported if no solver can compute their times.
+    All ranks or steps are included if there are fewer. The other arguments are those of `simulate`. Raises Unsupported
+    if no solver can compute the times.
     """
     rates = Rates(plan, machine, backward)
     faults = Faults(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from statistics import median
 from typing import Any
 
 from ....call.planner import make_plan
@@ -123,7 +122,7 @@ def _case(
 def _judge(record: CaseRecord) -> list[dict[str, Any]]:
     """A table row with the fastest schedule, auto's pick, and ratios of medians."""
     picked = record["settings"]["picked"]
-    medians = {name: median(column["seconds"]) for name, column in record["columns"].items()}
+    medians = {name: column["median"] for name, column in record["columns"].items()}
     best = min(medians, key=lambda name: medians[name])
     ratio, worst = medians[picked] / medians[best], max(medians.values()) / medians[best]
     return [{"best": best, "auto": picked, "auto / best": ratio, "worst / best": worst, "near": ratio <= 1 / NEAR}]

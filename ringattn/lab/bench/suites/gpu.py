@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -191,7 +190,7 @@ def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
     return text, len(done) == len(records)
 
 
-def check(folder: Path) -> None:
+def check() -> None:
     """Raise Unsupported without a CUDA device."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         raise Unsupported("suite=gpu: this process sees no CUDA device (ringattn doctor says why); try suite=ring")

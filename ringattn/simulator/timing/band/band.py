@@ -32,9 +32,10 @@ MOST_PAIRS = 1 << 62
 
 @dataclass(frozen=True)
 class Band:
-    """A band lo <= q - k <= hi over chunks of `size` tokens; each rank owns 1 chunk, or 2 that mirror each other.
+    """A mask in which query q attends key k iff lo <= q - k <= hi, over ranks with equal chunks of `size` tokens.
 
-    `lo` or `hi` is None if the band has no such limit. All `heads` have the same band.
+    Each rank owns 1 chunk (contiguous), or 2 that mirror each other (zigzag). `lo` or `hi` is None for no limit. All
+    `heads` have the same mask.
     """
 
     ranks: int
@@ -61,7 +62,10 @@ class Band:
         return replace(self, lo=hi, hi=lo)
 
     def pairs_of_head(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """Pairs of one head in the visits of `queriers` to `owners` (arrays of ranks, broadcast), int64."""
+        """The number of pairs per head between the queries of `queriers` and the keys of `owners`, int64.
+
+        Both are arrays of ranks that broadcast.
+        """
         total = np.zeros(np.broadcast_shapes(queriers.shape, owners.shape), dtype=np.int64)
         for query_chunk in self._chunks_of(queriers):
             for key_chunk in self._chunks_of(owners):
@@ -69,7 +73,10 @@ class Band:
         return total
 
     def rows_seeing(self, queriers: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """Query rows that see a key in the visits of `queriers` to `owners` (arrays of ranks, broadcast), int64."""
+        """The number of query rows of `queriers` that see any key of `owners`, int64.
+
+        Both are arrays of ranks that broadcast.
+        """
         n, shape = self.size, np.broadcast_shapes(queriers.shape, owners.shape)
         total = np.zeros(shape, dtype=np.int64)
         for query_chunk in self._chunks_of(queriers):
@@ -83,7 +90,10 @@ class Band:
         return total
 
     def rows_beyond(self, owners: np.ndarray, sign: int, first: np.ndarray | int, last: int) -> np.ndarray:
-        """The number of each owner's rows that ranks `first` .. `last` hops toward `sign` see, int64 [owners]."""
+        """How many of each owner's rows are seen by ranks `first` to `last` hops away, int64 [owners].
+
+        `sign` is the direction of the hops (+1 or -1).
+        """
         total = np.zeros(owners.shape, dtype=np.int64)
         low, high = (owners + first, owners + last) if sign > 0 else (owners - last, owners - first)
         # Runs of query chunks first .. last, split where ranks wrap around; empty runs end before they begin.
@@ -97,7 +107,7 @@ class Band:
         return total
 
     def chunk_pairs(self, distance: np.ndarray) -> np.ndarray:
-        """Pairs of one head between two chunks, int64; `distance` is query chunk - key chunk."""
+        """The number of pairs per head between two chunks, int64; `distance` is (query chunk) - (key chunk)."""
         shift = distance * self.size
         pairs = np.full(shift.shape, self.size**2, dtype=np.int64)
         if self.hi is not None:
@@ -122,7 +132,7 @@ class Band:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The values of an array without repetitions, ascending: np.unique hashes them, and takes 7 times as long."""
+    """The different values in an array, ascending; 7 times as fast as np.unique, which hashes them."""
     ordered = np.sort(values, axis=None)
     new = np.ones(ordered.shape, dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
@@ -151,10 +161,10 @@ def _union_size(runs: list[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray
 
 
 def find_band(plan: Plan) -> Band | None:
-    """The band of a plan whose mask is one tile over equal chunks; None for other plans.
+    """The plan's mask as a `Band`; None if the mask is not a single band over equal chunks.
 
-    Decided exactly, with integers: the mask has a single tile, which spans all heads, queries and keys, and the tokens
-    divide into equal chunks.
+    Decided exactly, with integers: the mask must be a single tile that spans all heads, queries and keys, and the
+    tokens must divide into equal chunks.
     """
     tokens, heads, layout = plan.tokens, plan.heads, plan.layout
     chunks = {Contiguous: 1, Zigzag: 2}.get(type(layout), 0)
@@ -174,7 +184,7 @@ def find_band(plan: Plan) -> Band | None:
 
 
 def explain_unequal(plan: Plan) -> str:
-    """Why ranks of a plan do unequal work under every mask, such as unequal shards; "" if there is no reason."""
+    """The reason why ranks have unequal work whatever the mask is, such as unequal shards; "" if there is none."""
     tokens, ranks = plan.tokens, plan.ranks
     if ranks > tokens:
         return f"{ranks:,} ranks are more than {plural(tokens, 'token')}, so some ranks have none"
@@ -193,10 +203,11 @@ def _has_even_shards(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class MovingRows:
-    """Rows of blocks that move by one rank at every step; a row of all heads has `row_bytes` bytes.
+    """Rows of blocks that move on by one rank at every step; a row has `row_bytes` bytes, over all heads.
 
-    Hop h of a block connects the ranks at distances h and h + 1 from its owner. The step with visits at distance t
-    makes hop t - `lag`, with `lag` 1 one hop later than with 0; the first hop is hop `lag`.
+    Hop h of a block leads from the rank at distance h to the one at distance h + 1 from its owner. In the step in which
+    ranks compute with blocks from distance t, rows make hop t - `lag`; `lag` is 0 or 1, and the first hop is number
+    `lag`.
     """
 
     lag: int
@@ -205,13 +216,13 @@ class MovingRows:
 
 @dataclass(frozen=True)
 class BandTraffic:
-    """What ranks send in a pass; rows with the same sender, receiver and step share one message.
+    """Which rows move between ranks in a pass; rows with the same sender, receiver and step share one message.
 
     `to_owner`: hops lead toward the owner, and steps go from the farthest distance down to 0. `direct_row_bytes`: bytes
-    of a row sent directly between its owner and its last receiver, one step after the visits at the last receiver's
-    distance; 0 if there are no such rows. The direct rows are, with `to_owner`, the keys and values that last receivers
-    did not save in the forward, sent by the owner; otherwise the gradient sums of all rows, sent by last receivers to
-    the owner.
+    of a row that is sent directly between its owner and the last rank that receives it, one step after that rank
+    computes with it; 0 if there are no such rows. With `to_owner`, the direct rows are the keys and values that last
+    receivers did not keep from the forward, sent by the owner; otherwise they are the gradient sums of all rows, sent
+    to the owner.
     """
 
     moving: tuple[MovingRows, ...]
@@ -220,7 +231,7 @@ class BandTraffic:
 
     @classmethod
     def of(cls, plan: Plan, backward: bool) -> BandTraffic:
-        """The traffic of a ring plan; it equals what `Route.forward`, `Route.backward` and `Route.queries` plan."""
+        """The traffic of a plan with schedule "ring"; it equals what `Route` plans in its forward and backward."""
 
         def count_row_bytes(*kinds: Kind) -> int:
             one_row = RowSet((0,), ((range(1),),))
@@ -244,10 +255,10 @@ class BandTraffic:
 def find_rank_breakpoints(
     band: Band, directions: Sequence[Direction], traffic: BandTraffic, distance: np.ndarray
 ) -> np.ndarray:
-    """Where runs of ranks with equal counts may begin, int64 [steps, points].
+    """The ranks at which counts of pairs and rows may change from one rank to the next, int64 [steps, points].
 
-    At step i, ranks visit the block `distance[i]` away. The points of a step are unordered, may repeat, and include
-    rank 0.
+    At step i, ranks compute with the block `distance[i]` away. The points of a step are unordered, may repeat, and
+    include rank 0.
     """
     points = [np.zeros((len(distance), 1), dtype=np.int64)]
     for direction in directions:
@@ -261,7 +272,7 @@ def find_rank_breakpoints(
 
 
 def find_owner_breakpoints(band: Band, direction: Direction, hops: np.ndarray) -> np.ndarray:
-    """Owners at which a run of owners with equal rows per hop may begin, int64 [hops, points]."""
+    """The owners at which the number of rows on a hop may change from one owner to the next, int64 [hops, points]."""
     return _join(_row_points(band, direction, hops[:, None]), len(hops), band.ranks)
 
 

@@ -21,7 +21,7 @@ AROUND = np.arange(-1, 2)
 
 @dataclass(frozen=True)
 class BandCounts:
-    """Pairs, rows and bytes of each rank and step in a pass whose band is not dense.
+    """Counts the pairs, merged rows and sent bytes of each rank at each step of a pass, for a band that is not dense.
 
     `band` and `directions` describe the blocks that travel: with pass-Q, the band is transposed.
     """
@@ -54,18 +54,21 @@ class BandCounts:
 
     @property
     def steps(self) -> int:
-        """Steps of the pass. Sums sent directly to owners by last receivers take one step after all visits."""
+        """The number of steps in the pass.
+
+        If gradient sums are sent directly to their owners, they take one step after all computation.
+        """
         last_sums = self.traffic.direct_row_bytes > 0 and not self.traffic.to_owner and self.reach > 0
         return self.reach + 1 + last_sums
 
     @property
     def calls(self) -> int:
-        """The largest number of calls that any rank's host starts: one per visit, and one per step without a visit."""
+        """The largest number of calls that any rank's host starts: one per block computed, one per step without any."""
         return self.steps - self.reach + sum(self._reaches)
 
     @cached_property
     def owner_messages(self) -> DirectMessages:
-        """The messages sent directly between owners and last receivers, with seconds still 0."""
+        """The messages sent directly between owners and the last receivers of their rows, with `seconds` still 0."""
         return self.rates.plan.cache.answer(
             ("owner messages", self.band, self.directions, self.traffic),
             lambda: find_owner_messages(self.band, self.directions, self.traffic, self.reach),
@@ -73,7 +76,7 @@ class BandCounts:
 
     @cached_property
     def by_sign(self) -> dict[int, DirectMessages]:
-        """Owner messages to the next rank (1), to the previous one (-1), and to ranks that are not neighbors (0).
+        """The direct messages to the next rank (1), to the previous rank (-1), and to others (0).
 
         Messages to neighbors are joined with the sender's other rows. With two ranks, each is the other's next rank.
         """
@@ -90,18 +93,17 @@ class BandCounts:
 
     @property
     def pair_seconds(self) -> float:
-        """Seconds of one (query, key) pair in all heads."""
+        """Seconds that one (query, key) pair takes in all heads together."""
         return self.band.heads * self.rates.pair
 
     def distance(self, steps: np.ndarray) -> np.ndarray:
-        """The distance between a rank and the owner of the block that it visits, at each step."""
+        """How many ranks away the block is that a rank computes with, at each step."""
         return self.reach - steps if self.traffic.to_owner else steps
 
     def count(self, ranks: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Counts of ranks at steps, int64 [2 + signs, ...]: pairs of one head, merged query rows, and bytes per sign.
+        """What `ranks` do at `steps`, int64 [2 + signs, ...]: pairs per head, merged query rows, and bytes sent.
 
-        The bytes are those sent to the neighbor in each of the directions `signs`. Counts RANKS_AT_A_TIME ranks at a
-        time.
+        Bytes are those sent to the neighbor in each of the directions `signs`. Counts RANKS_AT_A_TIME ranks at a time.
         """
         steps = np.broadcast_to(steps, (len(ranks), *steps.shape[1:]))
         starts = range(0, max(len(ranks), 1), RANKS_AT_A_TIME)
@@ -110,16 +112,19 @@ class BandCounts:
         return np.concatenate([*counts], axis=1)
 
     def direct_breakpoints(self, first: int, last: int) -> np.ndarray:
-        """Where the bytes of owner messages to a neighbor change between ranks, at steps first .. last - 1.
+        """Where direct messages to a neighbor change in size from rank to rank, at steps first .. last - 1.
 
-        Returns (step - first) * ranks + rank for each such point, int64.
+        Each such place is an int64 number (step - first) * ranks + rank.
         """
         keys = self._neighbor_breakpoints
         low, high = np.searchsorted(keys, (first * self.band.ranks, last * self.band.ranks))
         return keys[low:high] - first * self.band.ranks
 
     def direct_costs(self, first: int, last: int) -> DirectCosts | None:
-        """The direct messages of steps first .. last - 1 with their seconds; None if there are none."""
+        """The direct messages of steps first .. last - 1 to ranks that are not neighbors, with their times.
+
+        None if there are none.
+        """
         sent = self.by_sign[0].between(first, last)
         if not len(sent):
             return None
@@ -137,7 +142,7 @@ class BandCounts:
     def make_phase(
         self, counted: np.ndarray, ranks: np.ndarray, steps: np.ndarray, direct_costs: DirectCosts | None
     ) -> Phase:
-        """The phase of one step, without stalls; `counted` is the result of `count` for `ranks` at `steps`.
+        """The times of one step as a `Phase`, without stalls; `counted` is what `count` returns for `ranks` at `steps`.
 
         `ranks` must be consecutive along the last axis. `direct_costs` are those of `steps`; they delay the messages to
         neighbors.
@@ -156,7 +161,7 @@ class BandCounts:
 
     @property
     def ring(self) -> Ring:
-        """The ring of all ranks, without its phases."""
+        """The `Ring` of all ranks, with no phases yet."""
         return Ring(self.band.ranks, gamma=self.rates.gamma, stalls=self.faults.stalls)
 
     def each_phase(self) -> Iterator[Phase]:

@@ -20,7 +20,7 @@ RANKS_AT_A_TIME = 16384
 
 
 class NeighborCosts:
-    """Seconds of the messages of a step to neighbors, for `ranks`, consecutive along the last axis.
+    """How long the messages of a step to neighboring ranks take; `ranks` are consecutive along the last axis.
 
     `sizes` are (direction, bytes), at most one entry per direction. Messages of one rank, step and link type follow
     each other, and all count as ending with the last of them, at the sender or the receiver, whichever is later.
@@ -55,7 +55,7 @@ class NeighborCosts:
                 self.received[kind] = self.received[kind] + shift_ranks(alone, sign)
 
     def messages(self, sign: int) -> NeighborMessages:
-        """The messages of one direction."""
+        """The messages in direction `sign`, with their times."""
         near = self.near[sign]
         sent = np.where(near, self.sent[1], self.sent[0])
         received = np.where(near, *(shift_ranks(np.asarray(row), -sign) for row in self.received[::-1]))
@@ -64,7 +64,7 @@ class NeighborCosts:
 
 
 def scale_by_slow_ranks(seconds: Value, faults: Faults) -> Value:
-    """Seconds of visits or merges, multiplied by the factors of slow ranks."""
+    """Seconds of computation or merges, multiplied by the slowdown factors of slow ranks."""
     return seconds if faults.slow is None else seconds * faults.slow
 
 
@@ -76,9 +76,10 @@ def _simplify(value: np.ndarray) -> Value:
 
 
 def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
-    """(owner, distance, rows): number of rows whose last receiver in a direction is at that distance: int64 [3, n].
+    """How many rows of each owner travel exactly how far in a direction: (owner, distance, rows), int64 [3, n].
 
-    The needed rows decrease with the distance, so the search skips all distances between two with equally many rows.
+    `rows` rows of `owner` are last received by the rank at `distance`. Fewer rows are needed the farther a block gets,
+    so the search skips all distances between two with equally many rows.
     """
     entries = [np.zeros((3, 0), dtype=np.int64)]
     for first in range(0, band.ranks, RANKS_AT_A_TIME):
@@ -113,7 +114,7 @@ def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
 def find_owner_messages(
     band: Band, directions: Sequence[Direction], traffic: BandTraffic, reach: int
 ) -> DirectMessages:
-    """The messages sent directly between owners and last receivers, with seconds 0.
+    """The messages sent directly between owners and the last receivers of their rows, with `seconds` 0.
 
     `reach` is the most hops of any block.
     """
@@ -150,9 +151,9 @@ def _find_saved(receiver: np.ndarray, distance: np.ndarray, rows: np.ndarray, bl
 
 @dataclass(frozen=True)
 class DirectCosts:
-    """The direct messages of some steps of the pass, and the seconds that they take at their senders and receivers.
+    """The direct messages of some steps, with their times for each sender and receiver.
 
-    `end_keys` holds step * ranks + rank of each sender or receiver, ascending. `end_seconds` are the seconds of the
+    `end_keys` holds step * ranks + rank for each sender or receiver, ascending. `end_seconds` are the seconds of the
     direct messages that it sends and receives, float64 [2, 2, keys] as in NeighborCosts. `longest` are the seconds of
     the longest one that it sends (0) and receives (1), [2, keys].
     """
@@ -171,10 +172,10 @@ class DirectCosts:
         sent: DirectMessages,
         neighbor_seconds: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> DirectCosts:
-        """The costs of messages; as in NeighborCosts, messages of one rank, step and link type end together.
+        """Compute the times of the direct messages `sent`.
 
-        `neighbor_seconds(steps, ranks)` are the seconds of the messages that ranks exchange with their neighbors,
-        [2, 2, ranks] as in NeighborCosts.
+        As in NeighborCosts, messages of one rank, step and link type end together. `neighbor_seconds(steps, ranks)`
+        returns the seconds of the messages that ranks exchange with their neighbors, [2, 2, ranks].
         """
         ranks, per_node = rates.plan.ranks, rates.machine.ranks_per_node
         near = sent.source // per_node == sent.target // per_node
@@ -197,7 +198,7 @@ class DirectCosts:
         return cls(ranks, replace(sent, seconds=seconds), end_keys, end_seconds, longest)
 
     def at(self, ranks: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(end_seconds, longest) of `ranks` at `steps`, [2, 2, ...] and [2, ...]; 0 without a direct message."""
+        """(end_seconds [2, 2, ...], longest [2, ...]) of `ranks` at `steps`; 0 where there is no direct message."""
         keys = steps * self.ranks + ranks
         place = np.minimum(np.searchsorted(self.end_keys, keys), len(self.end_keys) - 1)
         is_end = self.end_keys[place] == keys

@@ -17,7 +17,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds of each rank in one pass, float64 [ranks], or [1] if all ranks are alike."""
+    """Seconds of a pass in which each rank is busy, by cause: float64 [ranks], or [1] if all ranks are alike."""
 
     #: Visits.
     compute: np.ndarray
@@ -33,15 +33,15 @@ class Loads:
 
     @property
     def busiest(self) -> float:
-        """Busy seconds of the busiest rank."""
+        """Seconds in which the busiest rank is busy, over all causes."""
         return float((self.compute + self.merge + self.interference + self.stalls).max())
 
     def waits(self, seconds: float) -> bool:
-        """True if a pass of `seconds` is longer than the busiest rank is busy."""
+        """Whether even the busiest rank waits in a pass of `seconds`."""
         return seconds - self.busiest > ROUNDING * seconds
 
     def causes(self, seconds: float, peers: float | None) -> tuple[float, dict[str, float]]:
-        """(mean seconds of visits, additional seconds of a pass by cause); together they sum to `seconds`.
+        """(mean seconds of computing, further seconds of the pass by cause); all together they sum to `seconds`.
 
         Causes are added one after another; each counts the seconds by which it lengthens the busy time of the busiest
         rank. The rest is waiting: `peers` is the time of the pass if messages took none, so waiting up to `peers` is
@@ -61,7 +61,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages of one pass, counted. A link leads from one rank to another."""
+    """How many bytes and messages ranks send in one pass; a link leads from one rank to another."""
 
     #: Bytes on all links.
     total: int
@@ -73,13 +73,16 @@ class Traffic:
 
     @classmethod
     def of(cls, carried: np.ndarray, messages: int) -> Traffic:
-        """The traffic of `messages` messages; `carried` are the bytes on each link, int64 [links]."""
+        """Sum up the bytes on each link, `carried` (int64 [links]), of this many messages."""
         total = sum(carried.tolist())  # Python integers: the sum over all ranks may exceed int64
         return cls(total, int(carried.max(initial=0)), int(np.count_nonzero(carried)), messages)
 
 
 def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
-    """(loads of the ranks of a ring, or of one rank if all are alike; traffic of `copies` such rings)."""
+    """(loads, traffic) of a ring, in one pass; traffic is that of `copies` such rings.
+
+    Loads are for each rank, or for a single rank if all are alike.
+    """
     alike = not ring.stalls and not any(phase.arrays for phase in ring.phases)
     loads = Loads.none(1 if alike else ring.ranks)
     carried: dict[int, np.ndarray] = {}
@@ -99,9 +102,10 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
 
 
 class RingTimes(NamedTuple):
-    """When each rank of a ring has finished, float64 [ranks].
+    """When each rank of a ring finishes, float64 [ranks].
 
-    `why` says for the report why the times are exact. `ring` is the ring itself, or a ring of the ranks of one period.
+    `why` is the reason, for the report, why the times are exact. `ring` is the ring itself or, if ranks repeat, a ring
+    of the ranks in one period.
     """
 
     finish: np.ndarray
@@ -111,7 +115,7 @@ class RingTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Solved:
-    """A solved timing problem: times, loads and traffic of one pass.
+    """The solution of a timing problem: when ranks finish one pass, and their loads and traffic.
 
     `finish` is when each rank has finished, float64 [ranks]. `why` says why the solver could be used.
     """
@@ -132,10 +136,10 @@ class Solved:
 
 
 def solve_ring(name: str, problem: TimingProblem, solve: Callable[[Ring, bool], RingTimes | None]) -> Solved | None:
-    """The times of a problem's ring by the solver `name`. `solve(ring, instant)`; instant: messages take no time.
+    """Solve the ring of a problem with the function `solve` of the solver `name`.
 
-    None if the plan has no ring, if its steps are too many to store, or if `solve` returns None because the ring lacks
-    what it needs.
+    `solve(ring, instant)` returns the times; with `instant`, messages take no time. None if the plan has no ring, if
+    its steps are too many to store, or if `solve` returns None because the ring lacks what it needs.
     """
     if isinstance(problem.ring, str) or problem.ring.counts is not None:
         return None

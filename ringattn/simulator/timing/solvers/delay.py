@@ -25,10 +25,12 @@ NEIGHBORS = ((slice(1, None), slice(None, -1), 0, -1), (slice(None, -1), slice(1
 
 @dataclass(frozen=True)
 class CoefficientChanges:
-    """`steps` steps of a stencil whose coefficients (own, rank - 1, rank + 1) and busy seconds change at a few ranks.
+    """How the coefficients and busy seconds of a stencil change, at a few ranks, in the course of `steps` steps.
 
-    The steps begin with the numbers `initial`, float64 [4, ranks]; None keeps the previous ones. From step `step[i]`
-    on, rank `rank[i]` has the numbers `values[:, i]`; `step` is ascending. `direct` are the direct messages.
+    A stencil computes when each rank begins a step from when it (own) and its neighbors (rank - 1, rank + 1) began the
+    last one. The steps begin with the numbers `initial`, float64 [4, ranks]: three coefficients and the busy seconds;
+    None keeps the previous ones. From step `step[i]` on, rank `rank[i]` has the numbers `values[:, i]`; `step` is
+    ascending. `direct` are the direct messages.
     """
 
     steps: int
@@ -44,9 +46,11 @@ NO_POINTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((
 
 
 class DelayState:
-    """The time at which each rank begins step `step`, less `step` * `reference`, the seconds of a typical step.
+    """Simulates a ring step by step: how late each rank begins a step, compared with typical steps until then.
 
-    `instant`: as if messages took no time; ranks still wait until both ends have begun a step, and are busy as long.
+    A rank begins step `step` at its delay + `step` * `reference` seconds, where `reference` is the time of a typical
+    step. `instant`: as if messages took no time; ranks still wait until both ends have begun a step, and are busy as
+    long.
     """
 
     def __init__(self, ring: Ring, *, instant: bool = False) -> None:
@@ -68,7 +72,7 @@ class DelayState:
         self.now = self.now + gain
 
     def advance(self, phase: Phase, steps: int) -> None:
-        """Advance by `steps` steps of a phase; only one step if it has direct messages."""
+        """Simulate `steps` steps of a phase; `steps` must be 1 if the phase has direct messages."""
         coefficients = self._choose(*self.ring.coefficients(phase))
         if not self.step:
             self.reference = float(np.max(coefficients[0]))
@@ -82,7 +86,7 @@ class DelayState:
         return (busy, instant(below), instant(above)) if self.instant else (own, below, above)
 
     def advance_changes(self, changes: CoefficientChanges) -> None:
-        """Advance by all steps of `changes`: the stencil (see recurrence.py), and the waits for direct messages.
+        """Simulate all steps of `changes`: the stencil (see recurrence.py), and waiting for direct messages.
 
         The largest initial coefficient, if any, becomes the new reference.
         """

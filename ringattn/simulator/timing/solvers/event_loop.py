@@ -58,7 +58,7 @@ class EventPass:
     loads: Loads
 
     def begun(self, *, instant: bool = False) -> np.ndarray:
-        """When each rank begins each step and, in the last row, finishes: float64 [steps + 1, ranks].
+        """The time at which each rank begins each step, float64 [steps + 1, ranks]; the last row is when it finishes.
 
         `instant`: as if messages took no time.
         """
@@ -75,7 +75,7 @@ class EventPass:
         return begun
 
     def traffic(self, senders: range) -> Traffic:
-        """The traffic that these ranks send."""
+        """How many bytes and messages the ranks `senders` send."""
         mine = np.isin(self.ends[0], senders)
         links, link = np.unique(self.ends[0, mine] * self.busy.shape[1] + self.ends[1, mine], return_inverse=True)
         carried = np.zeros(len(links), dtype=np.int64)
@@ -83,7 +83,7 @@ class EventPass:
         return Traffic.of(carried, len(link))
 
     def solve(self, why: str = "every step of every rank") -> Solved:
-        """Solve the pass; `why` is the reason, for reports, why every step was simulated."""
+        """Compute when ranks finish; `why` is the reason, for reports, why every step was simulated."""
         finish = self.begun()[-1]
         peers = float(self.begun(instant=True)[-1].max())
         traffic = self.traffic(range(len(finish)))
@@ -91,7 +91,7 @@ class EventPass:
 
 
 def list_events(rates: Rates, faults: Faults, why: str = "every step of every rank") -> EventPass:
-    """All steps and messages of all ranks; `why` is the reason, for errors, why every step is simulated.
+    """List all steps and messages of all ranks; `why` is the reason, for errors, why every step is simulated.
 
     Raises Unsupported for plans with too many ranks or steps, InvalidInput for stalls after the last step of the pass.
     """
@@ -221,11 +221,12 @@ def _message_seconds(rates: Rates, posts: np.ndarray, count: int) -> np.ndarray:
 
 
 def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """Seconds that each message takes on a shared card, which it uses from step `first` to the end of step `last`.
+    """Seconds that each message takes on a network card that messages share evenly while they are in flight.
 
-    A message that takes g = `gap` seconds alone, among others that take h seconds each, takes the sum of min(g, h) over
-    all messages on the card, with h = g for itself: until it ends, every other message gets an equal share of the card,
-    or has ended. All arrays are [messages].
+    A message uses the card from step `first` to the end of step `last`, and would take `gap` seconds alone. A message
+    that takes g seconds alone, among others that take h seconds each, takes the sum of min(g, h) over all messages on
+    the card, with h = g for itself: until it ends, every other message gets an equal share of the card, or has ended.
+    All arrays are [messages].
     """
     seconds = np.zeros(len(gap))
     for begin, end in np.unique(np.stack([first, last]), axis=1).T:
@@ -238,9 +239,10 @@ def share_evenly(first: np.ndarray, last: np.ndarray, gap: np.ndarray) -> np.nda
 
 
 def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
-    """When visits end that all begin at 0 on shared cores; `seconds` are their times on cores of their own.
+    """When each of several computations ends if all begin at 0 and share `cores` cores.
 
-    While n of them are running, each runs at min(1, cores / n) of its speed.
+    `seconds` are their times on cores of their own. While n of them are running, each runs at min(1, cores / n) of its
+    speed.
     """
     if len(seconds) <= cores:
         return list(seconds)
@@ -254,7 +256,7 @@ def share_cores(seconds: Sequence[float], cores: int) -> list[float]:
 
 
 def rank_steps(rates: Rates, rank: int) -> tuple[Step, ...]:
-    """The steps of a rank in the pass. With a collective gather, all visits form one call after the gather."""
+    """The steps of a rank in the pass; after a collective gather, the rank computes with all blocks in one call."""
     steps = rates.plan.for_rank(rank).backward if rates.backward else rates.plan.forward_steps(rank)
     if not (rates.one_gather and steps):
         return steps

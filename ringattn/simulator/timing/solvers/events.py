@@ -34,7 +34,7 @@ SIMULATED_WHOLE = 64
 
 
 def solve_by_events(problem: TimingProblem) -> Solved:
-    """Solve any plan of up to a few thousand ranks, or of more ranks if the plan repeats."""
+    """Solve a plan by simulating every step and message: up to a few thousand ranks, or more if the plan repeats."""
     rates, faults = problem.rates, problem.faults
     if not isinstance(problem.ring, str):
         why = "asked for"
@@ -52,7 +52,10 @@ def solve_by_events(problem: TimingProblem) -> Solved:
 
 @dataclass(frozen=True)
 class Fold:
-    """A smaller plan whose ranks `first` .. `first` + `period` - 1 occur `times` times in a row in the whole plan."""
+    """A smaller plan that represents a larger one in which a group of ranks repeats.
+
+    Ranks `first` .. `first` + `period` - 1 of the smaller plan occur `times` times in a row in the whole plan.
+    """
 
     plan: Plan
     first: int
@@ -60,14 +63,14 @@ class Fold:
     times: int
 
     def unfold(self, values: np.ndarray) -> np.ndarray:
-        """The values of all ranks of the whole plan, from those of the smaller plan."""
+        """Convert values for the ranks of the smaller plan to values for all ranks of the whole plan."""
         middle = slice(self.first, self.first + self.period)
         parts = values[: self.first], np.tile(values[middle], self.times), values[middle.stop :]
         return np.concatenate(parts)
 
 
 def simulate_folded(rates: Rates, why: str) -> Solved | str:
-    """Solve a plan without faults by the events of a smaller plan; or return the reason why there is none.
+    """Solve a plan without faults by simulating a smaller plan; if there is none, return the reason.
 
     `why` is the reason why the plan is simulated step by step.
     """
@@ -98,7 +101,7 @@ def simulate_folded(rates: Rates, why: str) -> Solved | str:
 
 
 def find_fold(rates: Rates) -> Fold | str:
-    """The smaller plan, or the reason why there is none."""
+    """A smaller plan that represents this one, or the reason why there is none."""
     plan, machine = rates.plan, rates.machine
     mask_period = plan.pattern.period
     if plan.schedule not in ("ring", "direct"):

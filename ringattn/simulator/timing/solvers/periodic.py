@@ -23,7 +23,7 @@ SPREAD = 4e-16
 
 
 def solve_periodic(ring: Ring, instant: bool = False) -> RingTimes | None:
-    """The times of a ring whose ranks repeat with a period of at most LONGEST_PERIOD; None for other rings.
+    """When the ranks of a ring finish, if they repeat with a period of at most LONGEST_PERIOD; None for other rings.
 
     `instant`: as if messages took no time. Exact up to a relative error of `SPREAD` for each skipped period.
     """

@@ -29,7 +29,7 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class DirectMessages:
-    """Messages between owners of blocks and the last receivers of their rows, one array entry per message.
+    """Messages sent directly between owners of blocks and the last ranks that receive their rows, as arrays [messages].
 
     A message begins when both ends, `source` and `target`, have begun step `step` of the pass, and takes `seconds`.
     Both ends wait for its end before they begin the next step. Messages are ordered by step, then by source.
@@ -58,7 +58,7 @@ NO_DIRECT = DirectMessages(*np.zeros((5, 0), dtype=np.int64))
 
 @dataclass(frozen=True)
 class NeighborMessages:
-    """Messages of one step in one direction: rank r sends `bytes` to rank r + sign.
+    """The messages of one step in one direction: each rank r sends `bytes` to rank r + sign.
 
     `seconds` is the time of each sender's message, at least 0; -inf if it sends none.
     """
@@ -85,14 +85,14 @@ class Phase:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """The numbers that differ between ranks."""
+        """The fields of the phase that differ between ranks, which are therefore arrays."""
         sent = (value for lane in self.messages for value in (lane.seconds, lane.bytes))
         return [value for value in (self.compute, self.merge, *sent) if isinstance(value, np.ndarray)]
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A delay: the visit of `rank` at `step` takes `seconds` longer; steps count from 0 over the whole pass."""
+    """A delay: at step `step`, rank `rank` computes for `seconds` longer. Steps count from 0 over the whole pass."""
 
     rank: int
     step: int
@@ -101,7 +101,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring with its phases: the input of the recurrence; () if there are too many phases to store."""
+    """The input of the ring solvers: `ranks` ranks, and what they do in phases of equal steps.
+
+    `phases` is () if there are too many phases to store.
+    """
 
     ranks: int
     phases: tuple[Phase, ...] = ()
@@ -112,7 +115,7 @@ class Ring:
         assert self.ranks >= 1 and self.gamma >= 0
 
     def split(self, phases: Iterable[Phase]) -> Iterator[Phase]:
-        """Yield phases in order, split at the steps of stalls."""
+        """Yield the phases in order, with each stalled step as a phase of its own, which includes the delay."""
         first = 0
         for phase in phases:
             stalls = [stall for stall in self.stalls if first <= stall.step < first + phase.steps]
@@ -126,7 +129,7 @@ class Ring:
             first += phase.steps
 
     def busy(self, phase: Phase) -> Value:
-        """Seconds that ranks are busy in a step of a phase: visit, interference and merge."""
+        """Seconds that each rank is busy in one step of a phase: computing, slowed down by messages, and merging."""
         compute = phase.compute
         if self.gamma:
             sent, received = phase.longest_direct  # 0 s without a message
@@ -136,7 +139,7 @@ class Ring:
         return compute + phase.merge
 
     def coefficients(self, phase: Phase) -> tuple[Value, Value, Value, Value]:
-        """The stencil (a, b, d) of a phase, and the seconds that ranks are busy.
+        """(a, b, d, busy): how one step of a phase delays the next, and the seconds that ranks are busy.
 
         A rank begins its next step at least `a` seconds after it began the last one, `b` seconds after rank - 1 did,
         and `d` seconds after rank + 1 did.
@@ -152,14 +155,14 @@ class Ring:
 
 
 def instant(seconds: Value) -> Value:
-    """Replace message seconds or coefficients by 0, but keep NEVER, which means no message."""
+    """Replace message seconds or coefficients by 0; NEVER (no message) stays."""
     if isinstance(seconds, np.ndarray):
         return np.where(np.isfinite(seconds), 0.0, NEVER)
     return NEVER if seconds == NEVER else 0.0
 
 
 def shift_ranks(value: Value, sign: int) -> Value:
-    """For each rank r, the value of the rank that sends to it: value[..., r - sign]."""
+    """For each rank r, the value of rank r - sign, which sends to it."""
     if not isinstance(value, np.ndarray) or not value.ndim:
         return value
     # For few ranks, np.roll is ten times slower.

@@ -34,10 +34,10 @@ NEAR = np.arange(-2, 3)
 
 
 def solve_by_stencil(problem: TimingProblem) -> Solved | None:
-    """Solve the ring of a plan in O(ranks x steps); None without a ring.
+    """Solve the ring of a plan in O(ranks x steps) time; None if the plan has no ring.
 
-    For a band, each step counts only ranks whose numbers differ from the step before. Raises Unsupported for rings that
-    are too large.
+    For a band mask, each step only updates ranks whose numbers differ from the step before. Raises Unsupported for
+    rings that are too large.
     """
     ring = problem.ring
     if isinstance(ring, str):
@@ -61,7 +61,10 @@ def solve_by_stencil(problem: TimingProblem) -> Solved | None:
 
 
 def solve_stencil(ring: Ring, instant: bool = False) -> RingTimes:
-    """The times of any ring, in O(ranks x steps) time and O(ranks) memory; `instant`: as if messages took no time."""
+    """When the ranks of any ring finish, computed in O(ranks x steps) time and O(ranks) memory.
+
+    `instant`: as if messages took no time.
+    """
     state = DelayState(ring, instant=instant)
     for phase in ring.split(ring.phases):
         state.advance(phase, phase.steps)
@@ -69,10 +72,10 @@ def solve_stencil(ring: Ring, instant: bool = False) -> RingTimes:
 
 
 def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(index of the step, start, stop) of runs of ranks [start, stop) whose numbers differ from the previous step.
+    """(index of the step, start, stop) of each run of ranks start .. stop - 1 whose numbers change at that step.
 
-    `steps` are consecutive; the first is left out. Ranks are counted only at breakpoints, where a run of equal ranks
-    may begin.
+    `steps` are consecutive; the first has no previous step and is left out. Ranks are counted only at breakpoints,
+    where a run of equal ranks may begin.
     """
     ranks = counts.band.ranks
     row_keys = ranks * np.arange(len(steps))[:, None]
@@ -97,7 +100,7 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
 
 
 class IncrementalSteps:
-    """Yields, DEPTH steps at a time, how a band's coefficients change from step to step; sums work and traffic by rank.
+    """Yields how a band's coefficients change, DEPTH steps at a time, and sums up each rank's work and traffic.
 
     Iterate only once; then `totals` and `interference_totals` are complete. `totals`, int64 [2 + 2 * directions,
     ranks], holds pairs of one head, merged query rows, bytes sent by direction, and messages by direction.
