@@ -40,7 +40,7 @@ class Centre:
         if self.moves:
             largest = (q[:, :, :1].double() * self.of_queries).contiguous().sum(-1).abs().max()
             if q.is_cpu:
-                self.moves = LARGE < largest.item() * scale < inf
+                self.moves = LARGE < float(largest) * scale < inf
             else:  # without a wait of the host for the device: a key of zeros stands for none
                 large = (largest * scale > LARGE) & (largest * scale < inf)
                 self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
