@@ -54,7 +54,7 @@ class ServingQuestion:
     @property
     def waits_for(self) -> str:
         """What `within` limits, in words."""
-        return "first token" if self.phase == "prefill" else "token of each"
+        return "first token" if self.phase == "prefill" else "next token of every sequence"
 
 
 @dataclass(frozen=True)
