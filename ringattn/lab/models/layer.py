@@ -14,8 +14,6 @@ from .parallel import SHARDS, Parallel, Software
 
 #: Rows and columns of the result that one thread block of a matrix product computes.
 TILE = 128
-#: Memory that an allocator loses to fragments, as a fraction of the memory in use [assumed].
-FRAGMENTS = 0.08
 #: Bytes that casting an element to 8 bits moves: one read, and two writes in two layouts.
 CAST = 4
 #: Seconds to start a collective, part of `latency`; the rest of `latency` is per hop (NCCL, src/graph/tuning.cc: a
@@ -351,10 +349,8 @@ class ModelEstimate:
     #: Tokens of all sequences that the GPUs process in these seconds.
     tokens: int
     machine: Machine = field(repr=False)
-    #: The plan of attention, as text; "" in a decode.
-    plan: str = ""
-    #: Bytes that the loss takes for copies of logits while memory is plentiful.
-    copies: int = 0
+    #: The plan of attention, as text; "" in a decode on one rank.
+    plan: str
 
     @property
     def gpus(self) -> int:
@@ -365,16 +361,6 @@ class ModelEstimate:
     def bytes(self) -> int:
         """Bytes that one GPU needs in all."""
         return sum(self.memory.values())
-
-    @property
-    def needed(self) -> int:
-        """Bytes that one GPU needs, without the overhead of the driver, NCCL and an allocator."""
-        return self.bytes - self.memory["reserved"]
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that an allocator reserves if there is room: with copies of the logits, and with fragmentation."""
-        return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property
     def seconds(self) -> float:

@@ -38,6 +38,8 @@ ADAM_TRAFFIC = GRADIENT + 2 * 12 + 2
 ADDING, COPYING = GRADIENT + 2, 8
 #: Bytes per logit: moved by a fused loss, moved by an unfused one in fp32, held at once, and held by fp32 copies.
 FUSED_LOSS, LOSS_BY_STEPS, LOGIT, LOGIT_COPIES = 24, 40, 4, 8
+#: Memory that an allocator loses to fragments, as a fraction of the memory in use [assumed].
+FRAGMENTS = 0.08
 #: Parts of a step that are attention; their error band is known.
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
 #: Parts of a step that do not repeat per layer.
@@ -54,12 +56,24 @@ class StepEstimate(ModelEstimate):
 
     #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
     flops: float
+    #: Bytes that the loss takes for copies of logits while memory is plentiful.
+    copies: int
     #: Bytes that each GPU writes for a checkpoint.
     checkpoint_bytes: float
     #: What the step has that no published step has, in words.
     outside: tuple[str, ...]
     #: Bytes per GPU in the memory of its host.
     host_bytes: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that one GPU needs, without the overhead of the driver, NCCL and an allocator."""
+        return self.bytes - self.memory["reserved"]
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that an allocator reserves if there is room: with copies of the logits, and with fragmentation."""
+        return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
