@@ -59,7 +59,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, CaseRecord]]:
     """The header, and the records of the cases by name."""
     header, records = read_journal(path)
     if header is None or header.get("format") != FORMAT:
-        raise InvalidInput(f"{path}: not the results of a suite; give a .jsonl file that ringattn bench has written")
+        raise InvalidInput(
+            f"{path}: not results of a suite in the format {FORMAT!r}; measure them again with this version, or give a "
+            ".jsonl file of its ringattn bench"
+        )
     return header, records
 
 

@@ -71,6 +71,14 @@ def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> 
         records.read_results(Path(__file__))
 
 
+@pytest.mark.parametrize("head", [{"format": "ringattn bench 2"}, {"format": "ringattn study 2"}, None])
+def test_results_of_another_format_are_refused(head: dict[str, str] | None, tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_bytes(b"" if head is None else write_line(head))
+    with pytest.raises(InvalidInput, match=f"not results of a suite in the format '{records.FORMAT}'; measure them again"):
+        records.read_results(path)
+
+
 def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
     names = ["causal_4096", "it's; rm -rf ~"]
     words = shlex.split(BenchReport({"suite": "ring", "repeat": 5, "memory": 1 << 30, "asked": names}).command)
