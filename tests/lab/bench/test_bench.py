@@ -75,7 +75,7 @@ def test_an_interrupted_run_goes_on_and_a_whole_one_does_not(tmp_path: Path) -> 
 def test_results_of_another_format_are_refused(head: dict[str, str] | None, tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_bytes(b"" if head is None else write_line(head))
-    with pytest.raises(InvalidInput, match=f"not results of a suite in the format '{records.FORMAT}'; measure them again"):
+    with pytest.raises(InvalidInput, match=f"in the format '{records.FORMAT}'; measure them again"):
         records.read_results(path)
 
 
