@@ -98,7 +98,7 @@ def _estimate(cases: list[BenchCase], done: dict[str, CaseRecord]) -> str:
     weights = sum(case.weight for case in cases if case.name in done)
     took = sum(record.get("took", 0.0) for record in done.values())
     left = sum(case.weight for case in cases if case.name not in done)
-    return f", about {duration(took / weights * left)} left" if weights else ", each of which can take minutes"
+    return f", about {duration(took / weights * left)} left" if weights else "; a case can take minutes"
 
 
 def run_case(case: BenchCase, header: dict[str, Any], done: dict[str, CaseRecord]) -> CaseRecord:
