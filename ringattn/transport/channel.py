@@ -158,11 +158,16 @@ class Channel:
         self._jobs.put(job)
         with self._changed:
             self._wait(lambda: job.done or None, None)
-            if isinstance(job.error, CommFailure):  # the neighbour that it names may itself have waited
-                self._part(self.comparison.count - 1, str(job.error))
+        if isinstance(job.error, CommFailure):
+            self.blame(job.error)
         if job.error is not None:
             raise job.error
         return job.result
+
+    def blame(self, error: CommFailure) -> Never:
+        """Raise what the ranks report about a message that failed: the peer that it names may itself have waited."""
+        with self._changed:
+            self._part(self.comparison.count - 1, str(error))
 
     def _part(self, number: int, why: str) -> Never:
         """Raise an error that shows where all ranks stand, as event `number` does not end: `why` names what is late."""

@@ -187,7 +187,12 @@ class TorchDist:
             dist.P2POp(op, m.data, group=group, tag=FIRST_TAG + m.tag, group_peer=m.peer) for _, op, m in order
         ]
         names = [f"{post.label}: {verb} rank {m.peer}, {m.data.numel():,} bytes" for verb, _, m in order]
-        works = self._call("; ".join(names), partial(dist.batch_isend_irecv, operations))
+        try:
+            works = self._call("; ".join(names), partial(dist.batch_isend_irecv, operations))
+        except CommFailure as error:  # Gloo may notice the end of a rank first
+            if (channel := find_channel(group)) is not None:
+                channel.blame(error)
+            raise
         if len(works) != len(names):  # NCCL coalesces a batch into one work
             names = ["; ".join(names)] * len(works)
         if self._backends[operations[0].tensor.device.type] == "nccl":
