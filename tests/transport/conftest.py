@@ -69,7 +69,7 @@ def start() -> Start:
 def mpirun(start: Start) -> Callable[..., Any]:
     """mpirun(ranks, case, ...): every rank's result, case by case of mpi_main.py; `check=False`: the whole process.
 
-    A case is its name and its arguments.
+    A case is its number of ranks, its name and its arguments.
     """
 
     def run(ranks: int, *cases: Sequence[Any], check: bool = True, timeout: float = 60.0) -> Any:
