@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import Field
 from functools import cached_property, wraps
 from itertools import count, islice
@@ -120,32 +120,33 @@ def estimate_bytes(value: object) -> int:
     if type(value) in SCALARS:
         return 32
     total, visited = 0.0, 0
-    todo: list[tuple[Any, float]] = [(value, 1.0)]  # objects, and how many similar ones each represents
+    todo: list[tuple[Collection[Any], float]] = [((value,), 1.0)]  # objects, and how many similar ones each represents
     while todo and visited < MOST:
-        item, weight = todo.pop()
-        visited += 1
-        kind = type(item)
-        if kind in SCALARS:
-            total += 32 * weight
-        elif kind is range:
-            total += 144 * weight
-        elif kind is str or kind is bytes:
-            total += (32 + len(item)) * weight
-        elif kind in (tuple, list):
-            total += (56 + 8 * len(item)) * weight
-            sample = item[:: -(-len(item) // SAMPLED)] if len(item) > SAMPLED else item
-            todo += [(member, weight * len(item) / len(sample)) for member in sample]
-        elif isinstance(item, dict):
-            total += (64 + 100 * len(item)) * weight
-            some = min(len(item), SAMPLED)
-            todo += [(member, weight * len(item) / some) for pair in islice(item.items(), some) for member in pair]
-        elif (known := getattr(item, "nbytes", None)) is not None:  # an array, or an object that knows its own size
-            total += (128 + known) * weight
-        elif hasattr(item, "__dict__"):
-            total += 160 * weight
-            todo += [(member, weight) for member in vars(item).values()]
-        else:
-            total += 64 * weight
+        items, weight = todo.pop()
+        visited += len(items)
+        for item in items:
+            kind = type(item)
+            if kind in SCALARS:
+                total += 32 * weight
+            elif kind is range:
+                total += 144 * weight
+            elif kind is str or kind is bytes:
+                total += (32 + len(item)) * weight
+            elif kind is tuple or kind is list:
+                total += (56 + 8 * len(item)) * weight
+                sample = item[:: -(-len(item) // SAMPLED)] if len(item) > SAMPLED else item
+                todo.append((sample, weight * len(item) / max(1, len(sample))))
+            elif isinstance(item, dict):
+                total += (64 + 100 * len(item)) * weight
+                some = [member for pair in islice(item.items(), SAMPLED) for member in pair]
+                todo.append((some, weight * 2 * len(item) / max(1, len(some))))
+            elif (known := getattr(item, "nbytes", None)) is not None:  # an array, or an object that knows its own size
+                total += (128 + known) * weight
+            elif hasattr(item, "__dict__"):
+                total += 160 * weight
+                todo.append((vars(item).values(), weight))
+            else:
+                total += 64 * weight
     return int(total)
 
 
