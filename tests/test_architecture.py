@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,24 @@ NO_TORCH = [
 ]
 
 
+@cache
+def read(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+@cache
+def nodes(name: str) -> list[ast.AST]:
+    return [*ast.walk(read(name))]
+
+
+@cache
 def imports(name: str, *, functions: bool = True) -> set[str]:
     """Modules of this package that a module imports: those under TYPE_CHECKING too, by import_module(".name",
     __package__) too, and with `functions` within functions too."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if functions else top_level(tree):
+    for node in nodes(name) if functions else top_level(read(name)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [part for part in package if part][: len(package) - node.level + 1]
             module = ".".join([*base, *([node.module] if node.module else [])])
@@ -92,11 +103,9 @@ def test_imports_go_one_way() -> None:
 
 def test_nothing_imports_the_laboratory() -> None:
     """By no string either, such as import_module(".lab.study") or "lab.bench:SUITES": its parts are entry points."""
-    for name, path in FILES.items():
+    for name in FILES:
         if name.split(".")[0] != "lab":
-            strings = [
-                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant | ast.JoinedStr)
-            ]
+            strings = [node for node in nodes(name) if isinstance(node, ast.Constant | ast.JoinedStr)]
             found = [text for text in map(named_by, strings) if re.fullmatch(r"[\w.*]*(?<!\w)lab(?!\w)[\w.:*]*", text)]
             assert not found and not [other for other in imports(name) if other.split(".")[0] == "lab"], name
 
@@ -122,8 +131,8 @@ def test_the_root_is_small() -> None:
 
 
 def test_exceptions_are_caught_by_name() -> None:
-    for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in FILES:
+        for node in nodes(name):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else "everything"
                 assert caught not in ("everything", "Exception", "BaseException"), name
@@ -156,8 +165,7 @@ def test_the_public_names_exist() -> None:
 def test_type_checkers_see_the_public_names_where_programs_find_them() -> None:
     import ringattn
 
-    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    imports = [node for node in nodes("") if isinstance(node, ast.ImportFrom) and node.level]
     seen = {alias.name: node.module or alias.name for node in imports for alias in node.names}
     assert seen == {**ringattn._HOMES, "nn": "nn", "train": "train"}
 
@@ -171,8 +179,8 @@ def test_module_names_are_not_function_names() -> None:
 
 def test_class_names_are_unique() -> None:
     homes: dict[str, list[str]] = {}
-    for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in FILES:
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert not {name: files for name, files in homes.items() if len(files) > 1}
@@ -239,16 +247,16 @@ TABLES = {
 }
 
 
-def state_of(path: Path) -> set[str]:
+def state_of(module: str) -> set[str]:
     """Names of a module that hold something between calls: tables, cached functions, and what `global` changes."""
-    tree, names = ast.parse(path.read_text()), set()
-    for node in ast.walk(tree):
+    names = set()
+    for node in nodes(module):
         if isinstance(node, ast.Global):
             names |= {*node.names}
         if isinstance(node, ast.FunctionDef):
             marks = {ast.unparse(mark).partition("(")[0] for mark in node.decorator_list}
             names |= {node.name} if marks & {"lru_cache", "cache"} else set()
-    for node in tree.body:
+    for node in read(module).body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         value = getattr(node, "value", None)
         if (isinstance(value, ast.Call) and ast.unparse(value.func) in TABLES) or (
@@ -269,9 +277,9 @@ def test_state_between_calls_is_listed() -> None:
     }
     found = {
         (str(path.relative_to(PACKAGE)), name)
-        for path in FILES.values()
-        if path.relative_to(PACKAGE).parts[0] not in ("simulator", "cli", "lab")
-        for name in state_of(path)
+        for module, path in FILES.items()
+        if module.split(".")[0] not in ("simulator", "cli", "lab")
+        for name in state_of(module)
     }
     assert found - listed == set()
     assert {name for _, name in listed} == {name for _, name in found}
