@@ -69,6 +69,11 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error from elsewhere, at most 200 characters of it."""
+    return shorten(next(iter(str(error).strip().splitlines()), "no message"), 200)
+
+
 def split_commas(text: str) -> list[str]:
     """Split a text at commas outside brackets and quotes."""
     parts, depth = [""], 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ringattn.simulator.reporting.console import format_quantity
-from ringattn.text import did_you_mean, duration, durations, rate, size, split_commas
+from ringattn.text import did_you_mean, duration, durations, first_line, rate, size, split_commas
 
 
 def test_durations() -> None:
@@ -57,3 +57,8 @@ def test_hints(name: str, options: list[str], hint: str) -> None:
 
 def test_commas_within_brackets_and_quotes_do_not_split() -> None:
     assert split_commas("a,(b,c),'d,e',{f: 1, g: 2}") == ["a", "(b,c)", "'d,e'", "{f: 1, g: 2}"]
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one" and first_line(ValueError()) == "no message"
+    assert first_line(ValueError("x" * 201)) == "x" * 200 + "..."

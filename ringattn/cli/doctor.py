@@ -23,6 +23,7 @@ from ..kernels.aten_cuda import AtenCuda
 from ..kernels.cuda_device import CudaDevice
 from ..plan.work import Work
 from ..simulator.reporting.console import Number, print_numbers
+from ..text import first_line
 from ..transport.launcher import detect
 from .config.schema import DoctorConfig
 
@@ -122,7 +123,7 @@ def _mpi_library() -> str:
     try:
         text: str = import_module("mpi4py.MPI").Get_library_version()
     except (ImportError, RuntimeError) as error:
-        return f"none that mpi4py can load ({str(error).splitlines()[0]}); try: {EXTRAS['mpi4py'][1]}"
+        return f"none that mpi4py can load ({first_line(error)}); try: {EXTRAS['mpi4py'][1]}"
     return " ".join(text.splitlines()[0].rstrip("\0").split())
 
 

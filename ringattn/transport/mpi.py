@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CommFailure, InvalidInput, RingAttentionError, Unsupported
+from ..text import first_line
 from .base import Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .comparison import Comparison, read_frames
 from .records import RECORDS
@@ -39,7 +40,7 @@ def load() -> Any:
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise Unsupported(f"the MPI transport needs mpi4py and an MPI library ({reason}); try: {INSTALL}") from error
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
+from ..text import first_line
 from .base import CHECKS, TAG_BITS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .channel import Channel, find_channel, get_channel
 from .records import RECORDS, digest
@@ -298,8 +299,7 @@ class TorchDist:
             raise self._failure(name, error) from error
 
     def _failure(self, name: str, error: RuntimeError) -> CommFailure:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CommFailure(describe_loss(self, name, self.timeout, reason))
+        return CommFailure(describe_loss(self, name, self.timeout, first_line(error)))
 
 
 def _group_timeout(group: Any) -> float:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import InvalidInput
-from ...text import did_you_mean, shorten
+from ...text import did_you_mean, first_line
 from .cases import Case, accepts
 from .oracle import NAMES, make_inputs, make_sink_logits, see, solve
 from .oracle import attend as attend_dense
@@ -96,11 +96,6 @@ def judge(
 
 class WrongError(Exception):
     """What is wrong with a result, apart from its numbers."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 200 characters of it."""
-    return shorten((str(error).strip().splitlines() or ["no message"])[0], 200)
 
 
 def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:

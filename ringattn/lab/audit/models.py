@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
-from ...text import did_you_mean
+from ...text import did_you_mean, first_line
 from .cases import Case, find_named
-from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, first_line, place_rows
+from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
 
 Tensor = torch.Tensor
 #: Sizes of a class that is given by its name.

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import Unsupported
 from ...pattern import BlockSparse, Causal, Dilated, Documents, Full, Pattern, Window
-from ...text import shorten
+from ...text import first_line
 
 LIBRARIES = ("cuDNN", "flash", "FlexAttention")
 #: Exceptions that mean that a library cannot compute a call here: the library, a backend or memory is missing.
@@ -26,8 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def say_what_lacks(error: Exception) -> str:
     """Why a library cannot compute a call, on one line."""
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"cannot run: {type(error).__name__}: {shorten(first, 120)}"
+    return f"cannot run: {type(error).__name__}: {first_line(error)}"
 
 
 @dataclass(frozen=True)
