@@ -290,7 +290,7 @@ class Run:
             "imbalance": plan.imbalance,
             "passes": passes,
             "processes": [
-                {"name": f"rank {rank}" if len(processes) > 1 else "of the process", **process.memory}
+                {"name": f"rank {rank}" if len(processes) > 1 else "process", **process.memory}
                 for rank, process in enumerate(processes)
             ],
             "error": error,
@@ -340,12 +340,12 @@ def _memory_numbers(process: dict[str, Any]) -> list[Number]:
     kinds = [("peak memory", "", "resident")]
     if process["device_peak_bytes"] is not None:
         kinds = [("peak device memory", "device_", "allocated"), ("peak host memory", "", "resident")]
-    numbers = []
+    numbers, owner = [], process["name"].replace("process", "of the process")
     for label, prefix, what in kinds:
         peak = process[f"{prefix}peak_bytes"]
         rise = max(peak - process[f"{prefix}start_bytes"], 0)
         text = f"{size(peak)} {what} at most, {size(rise)} above the start of the call"
-        numbers.append(Number(f"{label} {process['name']}", text, "measured"))
+        numbers.append(Number(f"{label} {owner}", text, "measured"))
     return numbers
 
 

@@ -36,6 +36,7 @@ def test_the_peak_of_the_device(inside: Callable[..., Any], monkeypatch: pytest.
     told = inside(*command).stdout
     (process,) = json.loads((tmp_path / "report.json").read_text())["processes"]
     assert not calls and process["device_peak_bytes"] is None and "peak memory of the process" in told
+    assert process["name"] == "process"
 
     monkeypatch.setattr(run_verb, "Run", CudaRun)
     told = inside(*command).stdout
