@@ -290,14 +290,20 @@ def _checked_target(path: Path) -> Path:
 
 
 def _check_parent(path: Path) -> None:
-    """Raise InvalidInput if the parent folder of `path` does not exist; parents in `OUTPUTS` are created."""
+    """Raise InvalidInput unless the parent of `path` is a folder; parents in `OUTPUTS` are created."""
     parent = Path(os.path.realpath(path)).parent if os.path.islink(path) else path.parent
     if parent.parts[:1] == (OUTPUTS,):
         make_folder(parent)
-    elif not os.path.isdir(parent):  # False also where this user may not look
-        if os.path.exists(parent):
-            raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path")
-        raise InvalidInput(f"output {path}: the folder {parent} does not exist; make it first")
+        return
+    try:
+        mode = parent.stat().st_mode
+    except FileNotFoundError:
+        raise InvalidInput(f"output {path}: the folder {parent} does not exist; make it first") from None
+    except (OSError, ValueError) as error:  # perhaps a folder that may not be searched; ValueError: a NUL character
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"output {path}: {parent} cannot be used ({reason}); choose another path") from None
+    if not stat.S_ISDIR(mode):
+        raise InvalidInput(f"output {path}: {parent} is not a folder; choose another path")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import re
 import stat
 import subprocess
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ def read_journal(path: Path, data: bytes | None = None) -> tuple[Record | None, 
     """(head, records by key) of a journal, ignoring a last line that was cut off; (None, {}) if it has no lines.
 
     `data` is the journal's content, if read already. Works while another process has the journal open. Raises
-    InvalidInput for a damaged line.
+    InvalidInput for a damaged line, or if the file cannot be read.
     """
     records: list[Record] = []
     if data is None:
-        data = path.read_bytes() if path.is_file() else b""
+        data = _read_bytes(path, path.read_bytes) if path.is_file() else b""
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         match = re.fullmatch(rb'(.*), "crc": (\d{1,10})\}', line)
         if match is None or zlib.crc32(match[1]) != int(match[2]):
@@ -65,7 +66,7 @@ class Journal:
         """Open or begin a journal.
 
         Raises InvalidInput if another process has the journal open, if the journal belongs to another study or is
-        damaged, or if it cannot be written.
+        damaged, or if it cannot be read or written.
         """
         self.path = path
         self.records: dict[str, Record] = {}
@@ -94,7 +95,7 @@ class Journal:
     def _read(self, head: Record) -> None:
         """Read the records, or write `head` to an empty journal. Raises InvalidInput if the head differs."""
         self._file.seek(0)
-        data = self._file.read()
+        data = _read_bytes(self.path, self._file.read)
         written, self.records = read_journal(self.path, data)
         if written is None and not write_line(head).startswith(data):
             raise InvalidInput(
@@ -144,6 +145,13 @@ def _open(path: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not an ordinary file")
     return descriptor
+
+
+def _read_bytes(path: Path, read: Callable[[], bytes]) -> bytes:
+    try:
+        return read()
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); give another path") from error
 
 
 def source() -> str:

@@ -16,6 +16,7 @@ from studies import files, read, study
 
 from ringattn import InvalidInput
 from ringattn.cli.config.schema import SimulateConfig
+from ringattn.lab.pages import journal
 from ringattn.lab.pages.journal import Journal, read_journal, write_line
 from ringattn.lab.study import runner
 from ringattn.lab.study.runner import run
@@ -55,6 +56,12 @@ def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> N
             with pytest.raises(InvalidInput, match=rf"points\.jsonl: {words}"):
                 opened(path)
         assert path.read_bytes() == broken
+
+
+def test_a_journal_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_open", lambda path, flags: os.open(path, os.O_WRONLY | os.O_CREAT))
+    with pytest.raises(InvalidInput, match=r"points\.jsonl: cannot be read \(Bad file descriptor\); give another path"):
+        Journal(tmp_path / "points.jsonl", {"study": "a"})
 
 
 def test_no_file_of_the_user_becomes_a_journal(tmp_path: Path) -> None:
@@ -145,6 +152,8 @@ def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
     (config_there / "points.jsonl").touch()
     for folder, words in (
         (tmp_path / "file" / "out", "file is not a folder; choose another path"),
+        (tmp_path / "none" / "out", "the folder .*none does not exist; make it first"),
+        (tmp_path / ("n" * 300) / "out", r"n cannot be used \(File name too long\); choose another path"),
         (tmp_path / "journal", "holds files, but no study"),
         (config_there, "config.yaml: is a folder"),
     ):
