@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -37,10 +38,13 @@ def _possible() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """A test leaves no namespace, no link and no process behind."""
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test leaves no namespace, no link and no process behind. Other runs may have theirs at the same time."""
+    ours: list[str] = []
+    monkeypatch.setattr(secrets, "token_hex", lambda size: ours.append(os.urandom(size).hex()) or ours[-1])
     yield
-    assert not re.search(r"\bra[0-9a-f]{6}", _output("ip", "netns", "list") + _output("ip", "link"))
+    left = _output("ip", "netns", "list") + _output("ip", "link")
+    assert not [tag for tag in ours if f"ra{tag}" in left], left
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1)])
@@ -202,8 +206,8 @@ def test_a_wrong_interface_is_named_on_every_rank(tmp_path: Path) -> None:
     with make_hosts(Cluster(2, 1, RATE)) as hosts:
         jobs = []
         for i, interface in enumerate(("eth0", "eth9")):
-            job = {"NODES": "2", "NODE": str(i), "HEAD": f"{hosts.address(0)}:29501", "RANKS": "1"}
-            command = [ROOT / "launch/torchrun.sh", "transport=gloo", "timeout=3"]
+            job = {"RANK": str(i), "WORLD_SIZE": "2", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29501"}
+            command = [sys.executable, "-m", "ringattn", "run", "transport=gloo", "timeout=10"]
             jobs.append(_start(hosts, i, command, tmp_path / str(i), **job, GLOO_SOCKET_IFNAME=interface))
         for job in jobs:
             told, _ = job.communicate(timeout=60)
