@@ -18,7 +18,7 @@ from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import Kernel, positive
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
-from ..layout.regular import Layout, layout_name
+from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
 from ..plan.schedules import resolve
@@ -209,9 +209,9 @@ def _compile(
             "layout=None: the rows of a shard do not show how the sequence was cut; give the Layout that cut the "
             "sequence, or its name, such as layout='zigzag'"
         )
+    for name, value in (("layout", layout), ("q_layout", q_layout or layout)):
+        check_layout(value, name)
     layout = layout_name(layout) if isinstance(layout, str) else layout
-    if not isinstance(q_layout, str | Layout | None):
-        raise InvalidInput(f"q_layout={q_layout!r}: expected a Layout, or its name, such as 'shifted(zigzag, 1000)'")
     if isinstance(q_layout, str):
         q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
     check_tensors(q, k, v, alike=q_layout is None)

@@ -187,14 +187,14 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` slots; if `tokens` <= 0, drop the last -`tokens`. A sequence crops row by row.
+        """Keep the first `tokens` slots; if `tokens` < 0, drop the last -`tokens`. A sequence crops row by row.
 
         One number counts slots, padding included; the numbers of a sequence count only tokens. An empty cache is like
         new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
         """
         self._check_event("crop")
         if isinstance(tokens, int | np.integer):
-            length = int(tokens) if tokens > 0 else self.length + int(tokens)
+            length = int(tokens) if tokens >= 0 else self.length + int(tokens)
             cuts = [length] * len(self.lengths)
         else:
             tokens = _whole_numbers("crop", tokens)

@@ -195,6 +195,15 @@ def _read_name(name: str) -> tuple[str, int | None]:
     return kind, None if size in (None, "auto") else int(size)
 
 
+def check_layout(layout: object, name: str = "layout") -> None:
+    """Raise InvalidInput unless `layout`, the argument called `name`, is a Layout or text."""
+    if not isinstance(layout, str | Layout):
+        raise InvalidInput(
+            f"{name}={shorten(repr(layout), 100)}: expected a Layout, or its name, such as 'zigzag' or "
+            "'shifted(zigzag, 1000)'"
+        )
+
+
 def layout_name(name: str) -> str:
     """The canonical spelling of a layout name: " striped( block = 8 ) " -> "striped(8)", "striped" -> "striped(1)".
 
@@ -308,6 +317,7 @@ def make_layout(
                 f"head_dim], or make_layout({name.name!r}, tokens={tokens}, ranks={ranks}, ...)"
             )
         return name
+    check_layout(name)
     if name.lstrip().startswith(COMPOSED):
         return _read_composed(name, tokens, ranks)
     if (counts := _read_counts(name)) is not None:

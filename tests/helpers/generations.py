@@ -151,7 +151,7 @@ class Generation:
         back = min(self.rng.randint(0, 3), min(cache.lengths) - 1, cache.length - cache.least - 1)
         if back < 0:
             return
-        whole = [-back, cache.length - back]
+        whole = [cache.length - back] + [-back] * (back > 0)
         cache.crop(self.rng.choice([*whole, [n - self.rng.randint(0, back) for n in cache.lengths]]))
         for oracle in self.oracles:
             oracle.crop(cache.lengths)
@@ -234,7 +234,7 @@ def faults_on_every_rank(rank: int) -> list[str]:
 
     def lengths_disagree() -> None:
         cache = make()
-        cache.crop(-1 if odd else 0)
+        cache.crop(-1 if odd else 4)
         step(cache)
 
     def other_beams() -> None:

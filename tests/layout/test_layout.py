@@ -136,6 +136,7 @@ def test_striped_takes_the_shorter_description() -> None:
     ("name", "options", "words"),
     [
         ("zig-zag", {}, "did you mean 'zigzag'"),
+        (3, {}, "layout=3: expected a Layout, or its name"),
         ("contiguous(3)", {}, "unknown layout"),
         ("striped(0)", {}, "striped: block=0 must be an integer >= 1"),
         ("zigzag", {"tokens": -1}, "tokens=-1"),
