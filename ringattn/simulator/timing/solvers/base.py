@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import TimingProblem
-from .recurrence import Ring
+from .recurrence import Ring, Stall
 
 #: The relative difference up to which two sums of the same numbers, in different orders, count as equal.
 ROUNDING = 1e-12
@@ -27,9 +27,12 @@ class Loads:
     stalls: np.ndarray
 
     @classmethod
-    def none(cls, ranks: int) -> Loads:
-        """Loads of 0 seconds, to add to."""
-        return cls(*(np.zeros(ranks) for _ in range(4)))
+    def of_stalls(cls, ranks: int, stalls: Sequence[Stall]) -> Loads:
+        """The loads of stalls alone, to add others to."""
+        loads = cls(*(np.zeros(ranks) for _ in range(4)))
+        for stall in stalls:
+            loads.stalls[stall.rank] += stall.seconds
+        return loads
 
     @property
     def busiest(self) -> float:
@@ -84,7 +87,7 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
     Loads are for each rank, or for a single rank if all are alike.
     """
     alike = not ring.stalls and not any(phase.arrays for phase in ring.phases)
-    loads = Loads.none(1 if alike else ring.ranks)
+    loads = Loads.of_stalls(1 if alike else ring.ranks, ring.stalls)
     carried: dict[int, np.ndarray] = {}
     messages = 0
     for phase in ring.phases:
@@ -95,8 +98,6 @@ def survey(ring: Ring, copies: int = 1) -> tuple[Loads, Traffic]:
             sent = np.broadcast_to(np.asarray(lane.bytes, dtype=np.int64) * np.isfinite(lane.seconds), (ring.ranks,))
             messages += copies * phase.steps * int(np.count_nonzero(sent))
             carried[lane.sign] = carried.get(lane.sign, 0) + phase.steps * sent
-    for stall in ring.stalls:
-        loads.stalls[stall.rank] += stall.seconds
     traffic = Traffic.of(np.concatenate([*carried.values(), np.zeros(0, dtype=np.int64)]), messages)
     return loads, replace(traffic, total=copies * traffic.total, links=copies * traffic.links)
 

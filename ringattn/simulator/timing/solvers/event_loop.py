@@ -103,7 +103,7 @@ def list_events(rates: Rates, faults: Faults, why: str = "every step of every ra
     for stall in faults.stalls:
         if stall.step >= len(clocks):
             raise InvalidInput(f"{stall}: the pass has steps 0 .. {len(clocks) - 1}; try one of these")
-    loads = Loads.none(plan.ranks)
+    loads = Loads.of_stalls(plan.ranks, faults.stalls)
     visits, busy = np.zeros((2, len(clocks), plan.ranks))
     messages: dict[tuple[int, int, int], int] = {}
     posted = []
@@ -131,7 +131,6 @@ def list_events(rates: Rates, faults: Faults, why: str = "every step of every ra
                 loads.compute[node] += shared - step[node]  # waiting for a core counts as visits
                 step[node] = shared
     for stall in faults.stalls:
-        loads.stalls[stall.rank] += stall.seconds
         busy[stall.step, stall.rank] += stall.seconds
     posts = posts[np.lexsort((posts["message"], posts["step"]))]
     sent, received = (posts[posts["sends"] == sends] for sends in (True, False))

@@ -217,14 +217,11 @@ def _sum_resources(counts: BandCounts, steps: IncrementalSteps) -> tuple[Loads, 
     faults, signs = counts.faults, len(counts.signs)
     slow = np.ones(steps.ranks) if faults.slow is None else faults.slow
     pairs, merged_rows = steps.totals[:2]
-    stalls = np.zeros(steps.ranks)
-    for stall in faults.stalls:
-        stalls[stall.rank] += stall.seconds
-    loads = Loads(
+    loads = replace(
+        Loads.of_stalls(steps.ranks, faults.stalls),
         compute=slow * pairs * counts.pair_seconds,
         merge=slow * merged_rows * counts.rates.merge(counts.band.heads),
         interference=steps.interference_totals,
-        stalls=stalls,
     )
     sent_bytes, messages = steps.totals[2 : 2 + signs], int(steps.totals[2 + signs :].sum())
     direct_bytes = counts.by_sign[0].bytes  # each on its own link
