@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 from ..files import check_readable
 from ..layout.regular import Layout
 from ..nn import rotate
-from ..simulator.numerics.source import counter_normal
+from ..simulator.numerics.source import CHUNK, chunks, normal_rows
 from .config.groups import check_file
 from .config.schema import RunConfig
 from .tensor_files import StoredTensor, read_npz, read_safetensors
@@ -26,8 +26,6 @@ NAMES = ("q", "k", "v")
 FILE_NAMES = (*NAMES, "dout")
 #: Width of the byte embedding of a text.
 EMBEDDING = 64
-#: Rows generated at a time, to limit temporary memory.
-CHUNK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,6 @@ def read_shard(source: InputSource, layout: Layout, rank: int) -> tuple[torch.Te
         parts = [source.rows(name, r) for r in layout.shard(rank)]
         tensors.append(torch.cat(parts, 2) if parts else source.rows(name, range(0)))
     return tuple(tensors)
-
-
-def _chunks(r: range) -> Iterator[range]:
-    """Split a range into parts of at most `CHUNK_ROWS`."""
-    for first in range(0, len(r), CHUNK_ROWS):
-        yield r[first : first + CHUNK_ROWS]
 
 
 def _read_text(path: str | None, tokens: int) -> np.ndarray:
@@ -109,7 +101,7 @@ class TextSource:
         weights = torch.randn(EMBEDDING, heads * dim, generator=generator, device="cpu") / math.sqrt(EMBEDDING)
         projected = (table.double() @ weights.double()).float()
         out = torch.empty(self.shape.batch, heads, len(r), dim, dtype=self.shape.dtype, device="cpu")
-        for part, rows in zip(_chunks(r), out.split(CHUNK_ROWS, 2), strict=False):
+        for rows, part in zip(out.split(CHUNK, 2), chunks(r), strict=False):
             index = torch.from_numpy(self.data[part.start : part.stop : part.step].astype(np.int64))
             x = projected[index].view(len(part), heads, dim).transpose(0, 1)
             if name != "v":
@@ -137,15 +129,9 @@ class RandomSource:
         """Rows `r` of q, k or v: [batch, heads, len(r), dim]."""
         s = self.shape
         heads, width = (s.heads if name == "q" else s.kv_heads), (s.value_dim if name == "v" else s.head_dim)
-        out = torch.empty(s.batch, heads, len(r), width, dtype=s.dtype, device="cpu")
-        column = torch.arange(width, device="cpu")
-        for part, rows in zip(_chunks(r), out.split(CHUNK_ROWS, 2), strict=False):
-            position = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + column
-            for b in range(s.batch):
-                for h in range(heads):
-                    stream = ((self.seed * 3 + NAMES.index(name)) * s.batch + b) * heads + h
-                    rows[b, h] = counter_normal(stream, position)
-        return out
+        first = (self.seed * 3 + NAMES.index(name)) * s.batch * heads
+        numbers = normal_rows(range(first, first + s.batch * heads), r, width, s.dtype)
+        return numbers.unflatten(0, (s.batch, heads))
 
 
 @dataclass(frozen=True)

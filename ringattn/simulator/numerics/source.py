@@ -16,7 +16,7 @@ the shard length, so no two shards are equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -124,14 +124,8 @@ class RowSource:
     def _fresh(self, name: Name, r: range) -> torch.Tensor:
         heads = self.heads if name in ("q", "grad") else self.kv_heads
         width = self.head_dim if name in ("q", "k") else self.value_dim
-        out = torch.empty(1, heads, len(r), width, dtype=self.dtype, device="cpu")
-        columns = torch.arange(width, device="cpu")
-        for first in range(0, len(r), CHUNK):
-            part = r[first : first + CHUNK]
-            index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + columns
-            for head in range(heads):
-                stream = (self.seed * len(NAMES) + NAMES.index(name)) * self.heads + head
-                out[0, head, first : first + len(part)] = counter_normal(stream, index)
+        first = (self.seed * len(NAMES) + NAMES.index(name)) * self.heads
+        out = normal_rows(range(first, first + heads), r, width, self.dtype)[None]
         if name == "grad":
             out[..., RAMP] = 0
         elif name == "q":
@@ -217,6 +211,22 @@ def make_source(plan: Plan, *, seed: int = 0, period: int | None = None) -> RowS
                 f"two would go unnoticed; try another prime such as {PERIOD}"
             )
     return source
+
+
+def normal_rows(streams: range, r: range, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal numbers [streams, len(r), width], each a function of (stream, position in `r`, column)."""
+    columns = torch.arange(width, device="cpu")
+    out = torch.empty(len(streams), len(r), width, dtype=dtype, device="cpu")
+    for rows, part in zip(out.split(CHUNK, 1), chunks(r), strict=False):
+        index = torch.arange(part.start, part.stop, part.step, device="cpu")[:, None] * width + columns
+        for x, stream in zip(rows, streams, strict=True):
+            x[:] = counter_normal(stream, index)
+    return out
+
+
+def chunks(r: range) -> Iterator[range]:
+    """Split a range into parts of at most `CHUNK`, to limit temporary memory."""
+    return (r[first : first + CHUNK] for first in range(0, len(r), CHUNK))
 
 
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:
