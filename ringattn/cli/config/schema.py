@@ -49,7 +49,7 @@ def parse_size(value: Size, name: str = "size") -> int:
     number = Decimal(match[1]) * _SUFFIXES[match[2] or ""] if match is not None else Decimal("nan")
     if number != number.to_integral_value():
         problem = "is negative" if re.fullmatch(r"-\d.*", text) else "not a whole number"
-        raise InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576) or 1e9")
+        raise InvalidInput(f"{name}={value}: {problem}; write 4096, 64k (65,536), 1M (1,048,576), 8GiB or 1e9")
     if number > MAX_SIZE:
         raise InvalidInput(
             f"{name}={shorten(str(value), 40)}: must be at most 2^63 - 1 = {MAX_SIZE:,}; give a smaller number"

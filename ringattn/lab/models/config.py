@@ -341,8 +341,8 @@ def load_model(name_or_path: str) -> ModelConfig:
     path = Path(name_or_path)
     if path.suffix != ".json":
         raise InvalidInput(
-            f"unknown model {name_or_path!r}; {did_you_mean(name_or_path, MODELS)}expected {', '.join(MODELS)}, or the "
-            "path of a config.json"
+            f"unknown model {name_or_path!r}; {did_you_mean(name_or_path, MODELS)}expected {', '.join(MODELS)}, or a "
+            "file that ends in .json, such as a config.json of Hugging Face"
         )
     config = load(path, dict[str, Any], "model")
     return from_hugging_face(config, path.stem if path.stem != "config" else path.resolve().parent.name)

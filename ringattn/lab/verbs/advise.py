@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from ...simulator.reporting.console import print_grid, print_paragraph, show_pro
 from ...text import did_you_mean
 from ..advise.advice import Advice, advise, explain, record, tabulate, torch_library
 from ..advise.search import Offer, Question
-from ..advise.serving import ServingQuestion, serve
+from ..advise.serving import Serving, ServingQuestion, serve
 from ..models.config import load_model
 from ..pages.figures import check_matplotlib
 from .settings import AdviseConfig
@@ -73,15 +74,22 @@ def _serve(config: AdviseConfig) -> None:
         serving = serve(question, tell)
     if config.output.path is not None:
         write_json(config.output.path, serving.record)
-    if config.output.path == STDOUT:
-        return
+    if config.output.path != STDOUT:
+        _print_serving(serving)
+    if serving.chosen is None:
+        sys.exit(2)
+
+
+def _print_serving(serving: Serving) -> None:
+    """Print the verdict, the best candidate for each number of GPUs, what does not fit, and what was not measured."""
+    question, machine = serving.question, serving.question.offer.machine
     print_paragraph(serving.verdict)
     waits = f"{question.waits_for} [modelled]"
     print_grid("", ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU"], serving.rows)
     for gpus in serving.misses:
         print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
-    print_paragraph(f"note: a {config.phase} has no published measurement here; attention at the rate of {library}")
+    print_paragraph(f"note: a {question.phase} has no published measurement here; attention at the rate of {library}")
 
 
 def make_offers(config: AdviseConfig) -> list[Offer]:
@@ -139,5 +147,5 @@ def _print(advice: Advice) -> None:
         for line in lines:
             print_paragraph(f"{title}: {line}")
     print_paragraph(advice.counts)
-    print_paragraph(f"launch: {advice.launch}")
     print_paragraph(f"note: {advice.launched_words}")
+    print_paragraph(f"launch: {advice.launch}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -95,3 +97,8 @@ def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str 
         return
     with pytest.raises(InvalidInput, match=words):
         serve(ask(**change))
+
+
+def test_nothing_that_fits_ends_with_status_2(inside: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    told = inside("advise phase=decode tokens=8k gpus=2 within=1e-9", status=2).stdout
+    assert "no number of GPUs up to 2" in told and "times the limit" in told
