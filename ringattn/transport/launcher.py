@@ -138,9 +138,9 @@ def run_local(
     `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
     whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
     count per rank. After one rank has failed, the others get `GRACE` seconds to end by themselves. The standard output
-    and standard error of ranks are kept for error messages; with `show`, rank 0 writes to this process's standard
-    output, and shows its progress on this process's standard error. `place(rank)` runs first on each rank, and chooses
-    its network interface; by default, the loopback interface.
+    and standard error of ranks are kept for error messages; rank 0 shows its progress on this process's standard error
+    and, with `show`, writes to this process's standard output. `place(rank)` runs first on each rank, and chooses its
+    network interface; by default, the loopback interface.
 
     Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
     even if this process is killed. SIGTERM ends it with SystemExit.
@@ -232,15 +232,16 @@ def drop_output() -> None:
 
 
 def progress_stream() -> TextIO:
-    """The stream for progress: standard error; for rank 0 of `run_local` with `show`, the parent's."""
+    """The stream for progress: standard error; for rank 0 of `run_local`, the parent's."""
     return _progress or sys.stderr
 
 
 def show_note(text: str = "") -> None:
     """Show `text` on a line of standard error until the next output replaces it; on terminals only."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text:<30}\r")
-        sys.stderr.flush()
+    stream = progress_stream()
+    if stream.isatty():
+        stream.write(f"\r{text:<30}\r")
+        stream.flush()
 
 
 #: The standard error of the parent of a local rank 0, whose own standard error is kept for errors.
@@ -285,7 +286,7 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent is None or not parent.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and group["show"]:
+    if rank == 0:
         global _progress
         _progress = os.fdopen(os.dup(2), "w", buffering=1)
     with _file(scratch, rank, "log").open("wb") as log:

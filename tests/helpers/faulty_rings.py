@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -138,6 +139,18 @@ def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False
     if causal and dist.get_rank(group) == 0:
         raise NotImplementedError("no causal mask here")
     return attend(q, k, v, group=group, causal=causal)
+
+
+def clearing(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Removes the folder of the report."""
+    shutil.rmtree("out", ignore_errors=True)
+    return attend(q, k, v, group=group)
+
+
+def clearing_and_hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
+    """Removes the folder of the report, before rank 1 waits for nothing."""
+    shutil.rmtree("out", ignore_errors=True)
+    return hanging(q, k, v, group=group, causal=True)
 
 
 def dying(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:

@@ -24,9 +24,12 @@ Tensor = torch.Tensor
 TIMES, ROUNDING, ROUNDING_16 = 8.0, 32.0, 4.0
 #: The largest tolerance, as a part of the largest entry.
 MOST = 0.2
-#: Errors by which a library refuses a call, and those that count as crashes; any other ends the rank.
+#: Errors by which a library refuses a call, and these with those that count as crashes; any other ends the rank.
 REFUSALS = (NotImplementedError, ValueError)
-CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError, TypeError)
+ERRORS = (
+    *(*REFUSALS, RuntimeError, AssertionError, AttributeError, LookupError),
+    *(ArithmeticError, ImportError, OSError, TypeError),
+)
 #: What the attributes `layout` and `dtype` of a target may be; a layout may also be a function.
 LAYOUTS, DTYPES = ("contiguous", "zigzag", "striped"), ("float32", "float64", "bfloat16", "float16")
 #: Verdicts, the worst last.
@@ -71,7 +74,7 @@ def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], r
     for tokens in {case.tokens for case in cases}:
         try:
             rows = torch.cat([place_rows(target, tokens, rank, ranks) for rank in range(ranks)]).tolist()
-        except (*REFUSALS, *CRASHES) as error:
+        except ERRORS as error:
             raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}): {error}") from None
         if sorted(rows) != [*range(tokens)]:
             raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}) must give each position to one rank")
@@ -86,12 +89,11 @@ def judge(
     """
     try:
         return compare(target, case, device, solved)
-    except REFUSALS as error:
-        return Verdict("refused", f"{type(error).__name__}: {first_line(error)}")
     except WrongError as error:
         return Verdict("wrong", str(error), "out")
-    except CRASHES as error:
-        return Verdict("crash", f"{type(error).__name__}: {first_line(error)}")
+    except ERRORS as error:
+        verdict = "refused" if isinstance(error, REFUSALS) else "crash"
+        return Verdict(verdict, f"{type(error).__name__}: {first_line(error)}")
 
 
 class WrongError(Exception):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput
 from ...text import did_you_mean, first_line
 from .cases import Case, find_named
-from .judge import CRASHES, REFUSALS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
+from .judge import ERRORS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
 
 Tensor = torch.Tensor
 #: Sizes of a class that is given by its name.
@@ -93,7 +93,7 @@ def check_model(name: str, case: Case) -> None:
         Tested(name).compute(case, torch.float32)
     except InvalidInput:
         raise
-    except (*REFUSALS, *CRASHES) as error:
+    except ERRORS as error:
         words = f"{type(error).__name__}: {first_line(error)}"
         raise InvalidInput(f"model={name}: one process cannot run it: {words}") from None
 
@@ -103,7 +103,8 @@ class Tested:
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(1)
-        self.base = load_model(name)[0]().eval()
+        make, *self.source = load_model(name)
+        self.base = make().eval()
         for module in self.base.modules():  # nothing may drop in training mode
             for key, value in vars(module).items():
                 if isinstance(value, float) and ("drop" in key or isinstance(module, torch.nn.Dropout)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -10,18 +9,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidInput, LaunchFailure
+from ...errors import CommFailure, InvalidInput, LaunchFailure, RingAttentionError
 from ...text import did_you_mean
 from ...transport.launcher import run_local, show_note, terminable
+from ...transport.records import describe_error
 from . import models
 from .cases import Case, accepts, find_named, list_cases, shrink
 from .judge import VERDICTS, Verdict, check_target, compare, judge
@@ -93,33 +93,24 @@ def audit(
         while cases:
             path.write_bytes(b"")
             limit, failure = len(cases) * 4 * patience + 600.0, None
-            done = threading.Event()
-            threading.Thread(target=_follow, args=(path, done), daemon=True).start()
             try:
                 run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
-            finally:
-                done.set()
             found, begun = read(path)
             yield from found.values()
-            last = next((i for i, case in enumerate(cases) if case.feature == begun), None)
-            if failure is not None and (last is None or not isinstance(failure, LaunchFailure)):
+            if failure is None:
+                return
+            if not begun or not isinstance(failure, LaunchFailure):
                 raise failure
-            assert last is not None, "ranks that end without an error have begun a case"
-            if isinstance(failure, LaunchFailure) and begun not in found:
+            last = [case.feature for case in cases].index(begun)
+            if begun not in found:
                 first, *more = str(failure).splitlines()
                 words = first.partition("; its last output")[0]
                 if more and (failure.status or 0) > 0:
                     words += f": {more[-1].strip()}"
                 yield Finding(cases[last], Verdict("crash", words))
             cases = cases[last + 1 :]
-
-
-def _follow(path: Path, done: threading.Event) -> None:
-    """Until `done`, show on a terminal which case the ranks have begun, as the file at `path` tells."""
-    while not done.wait(0.5):
-        show_note(read(path)[1])
 
 
 def read(path: Path) -> tuple[dict[str, Finding], str]:
@@ -136,15 +127,17 @@ def read(path: Path) -> tuple[dict[str, Finding], str]:
 
 
 class _Rank:
-    """A rank that tries cases, and agrees with the others on each; rank 0 keeps the findings, by feature."""
+    """A rank that tries cases, and agrees with the others on each; rank 0 keeps the findings, by feature.
+
+    The ranks leave this context together: rank 0 has the store, and tells the others if it fails.
+    """
 
     def __init__(
         self, rank: int, name: str, patience: float, model: str | None,
         report: Callable[[list[Finding]], None] | None, path: Path | None,
     ) -> None:  # fmt: skip
         self.rank, self.ranks, self.patience = rank, dist.get_world_size(), patience
-        self.name, self.target, self.model = name, load_target(name, model), model
-        self.report, self.path = report, path
+        self.name, self.target, self.report, self.path = name, load_target(name, model), report, path
         self.findings: dict[str, Finding] = {}
         on_gpu = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
@@ -154,6 +147,17 @@ class _Rank:
         dist.broadcast_object_list(port, 0)
         self.store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
         self.tested = None if model is None else models.Tested(model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.rank == 0 and (error is None or isinstance(error, Exception)):  # not if interrupted
+            self.store.set(*(("end/0", "") if error is None else ("failure", describe_error(error))))
+            self.wait([f"end/{rank}" for rank in range(1, self.ranks)], 2 * self.patience)
+        elif error is None:
+            self.wait(["end/0"], inf)
+            self.store.set(f"end/{self.rank}", "")
 
     def write(self, one: str | Finding) -> None:
         """Append a finding, or the feature that begins, to the file at `path`."""
@@ -175,8 +179,7 @@ class _Rank:
         elif worst.verdict == "refused" and len(said) < self.ranks:
             worst = replace(worst, why=f"{worst.why} (on {len(said)} of {self.ranks} ranks only)")
         elif worst.verdict == "wrong":
-            words = self.tested.words if self.tested else 0
-            script = write_script(self.target, self.name, smaller or case, self.ranks, self.model, words)
+            script = write_script(self.target, self.name, smaller or case, self.ranks, self.tested)
         finding = Finding((smaller if script else None) or case, worst, rank, script)
         self.findings[case.feature] = finding
         self.write(finding)
@@ -185,13 +188,13 @@ class _Rank:
         """The verdicts of all ranks on a case, exchanged through the store under the key `number`."""
         solved = self.tested and self.tested.solve(case)
         self.store.set(f"{number}/ready/{self.rank}", "")
-        self.wait(f"{number}/ready", inf)
+        self.wait([f"{number}/ready/{rank}" for rank in range(self.ranks)], inf)
         timer = threading.Timer(self.patience, self.give_up, (case, number))
         timer.start()
         with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
             mine = judge(self.tested.compare if self.tested else compare, self.target, case, solved, self.device)
         timer.cancel()
-        self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(mine)))
+        self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(mine))
         verdicts = self._collect(number, 2 * self.patience)
         if any(one.verdict == "hang" for one in verdicts):
             self.give_up(case, number, mine)
@@ -201,7 +204,7 @@ class _Rank:
         """End this process, as a rank hangs in this case: this one without a verdict `mine`, otherwise another one."""
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
-            self.store.set(f"{number}/verdict/{self.rank}", json.dumps(asdict(stuck)))
+            self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(stuck))
         try:
             if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
                 self.tell(case, self._collect(number, LINGER / 2))
@@ -210,27 +213,37 @@ class _Rank:
                 self.report([*self.findings.values()])
             if self.rank or self.report is not None:
                 sleep(LINGER)  # a launcher ends all ranks with the first
+        except RingAttentionError as error:
+            sys.stderr.write(f"ringattn: {error}\n")
         finally:
+            sys.stderr.flush()
             os._exit(STUCK)
 
-    def wait(self, key: str, seconds: float) -> None:
-        """Wait until all ranks have set the key, or for `seconds`. Unlike store.wait, this lets signals through."""
-        end, keys = monotonic() + seconds, [f"{key}/{rank}" for rank in range(self.ranks)]
+    def wait(self, keys: list[str], seconds: float) -> None:
+        """Wait until the keys are set, or for `seconds`. Unlike store.wait, this lets signals through.
+
+        Raises CommFailure if rank 0 has failed.
+        """
+        end = monotonic() + seconds
         while not self.store.check(keys) and monotonic() < end:
+            if self.rank and self.store.check(["failure"]):
+                self.store.set(f"end/{self.rank}", "")
+                raise CommFailure(f"rank 0 ended the audit: {self.store.get('failure').decode()}")
             sleep(0.005)
 
     def _collect(self, number: str, seconds: float) -> list[Verdict]:
-        self.wait(f"{number}/verdict", seconds)
-        keys = [f"{number}/verdict/{rank}" for rank in range(self.ranks)]
-        missing = Verdict("hang", "no result")
-        return [Verdict(**json.loads(self.store.get(key))) if self.store.check([key]) else missing for key in keys]
+        keys, missing = [f"{number}/verdict/{rank}" for rank in range(self.ranks)], Verdict("hang", "no result")
+        self.wait(keys, seconds)
+        return [pickle.loads(self.store.get(key)) if self.store.check([key]) else missing for key in keys]
 
     def try_case(self, case: Case, number: int) -> None:
         """Try a case, and smaller ones if it is wrong. Collective."""
         if case.dtype == "float32":
             case = replace(case, dtype=getattr(self.target, "dtype", case.dtype))
         self.write(case.feature)
-        lacks = set() if self.model else case.needs - accepts(self.target)
+        if self.rank == 0:
+            show_note(case.feature)
+        lacks = set() if self.tested else case.needs - accepts(self.target)
         if lacks:
             return self.tell(case, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * self.ranks)
         verdicts, smaller, turn = self.agree(case, str(number)), None, 0
@@ -248,24 +261,20 @@ class _Rank:
 def work(
     rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None = None,
     report: Callable[[list[Finding]], None] | None = None, path: Path | None = None,
-) -> list[Finding]:  # fmt: skip
-    """Try the cases on this rank of a group; returns what was found on rank 0, and nothing on the others.
+) -> None:  # fmt: skip
+    """Try the cases on this rank of a group. Collective.
 
-    Collective. Rank 0 also appends the findings to the file at `path`, see `read`, and calls `report` with them at the
-    end, also if ranks hang or end early.
+    Rank 0 appends the findings to the file at `path`, see `read`, or calls `report` with them at the end, also if ranks
+    hang or end early. Raises CommFailure on the others if rank 0 fails, for example because its report does.
     """
-    one = _Rank(rank, name, patience, model, report, path)
-    try:
-        with nullcontext() if report is None else terminable():
-            for number, case in enumerate(cases):
-                one.try_case(case, number)
-        one.store.set(f"end/{rank}", "")
-        if rank == 0:  # whose store the others read
-            one.wait("end", 2 * patience)
-    finally:
-        if rank == 0 and report is not None:
-            report([*one.findings.values()])
-    return [*one.findings.values()]
+    with _Rank(rank, name, patience, model, report, path) as one:
+        try:
+            with nullcontext() if report is None else terminable():
+                for number, case in enumerate(cases):
+                    one.try_case(case, number)
+        finally:
+            if rank == 0 and report is not None:
+                report([*one.findings.values()])
 
 
 def _is_wrong(verdicts: Sequence[Verdict]) -> bool:

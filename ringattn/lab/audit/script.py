@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from . import models
 from .cases import Case
 from .judge import place_rows
+from .models import Tested, find_spans, make_batch
 from .oracle import see
 
 #: How every script begins and ends. Its work is a function, so that no graph keeps the process group after its
@@ -70,13 +70,12 @@ MODEL = """    torch.manual_seed(1)
             worst = max(worst, float((x.grad - y.grad).abs().max()))
     print(f"rank {{rank}} gradients: largest error {{worst:.1e}}")
 """
-SIZES = ("feature", "batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
 
-def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, model: str | None, words: int) -> str:
-    """A script that shows the failure of a case; "" if it depends on `Case.ways` or on dropout.
+def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, tested: Tested | None) -> str:
+    """A script that shows the failure of a case, of the model `tested`; "" if it depends on `Case.ways` or on dropout.
 
-    `words`: the number of different ids in a batch of the model.
+    Not collective, as rank 0 alone writes it.
     """
     if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
         return ""
@@ -87,16 +86,16 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
         source, function = inspect.getsource(inspect.getmodule(target) or inspect), target.__name__
         source = source[source.index("from typing") :].strip()  # after the docstring and the future
     known: dict[str, Any] = {
-        **{name: getattr(case, name) for name in SIZES},
+        **vars(case),
         "ranks": ranks,
         "function": function,
         **dict(zip(("first", "end"), case.real, strict=True)),
         "rows": [place_rows(target, case.tokens, rank, ranks).tolist() for rank in range(ranks)],
     }
-    if model is not None:
-        _, imported, made = models.load_model(model)
-        batch = {name: x.tolist() for name, x in models.make_batch(case, words).items()}
-        known |= {"inputs": batch, "spans": models.find_spans(case), "padding": case.mask.get("padding", 0)}
+    if tested is not None:
+        imported, made = tested.source
+        batch = {name: x.tolist() for name, x in make_batch(case, tested.words).items()}
+        known |= {"inputs": batch, "spans": find_spans(case), "padding": case.mask.get("padding", 0)}
         known |= {"model": made, "target": f"{source}\n{imported}"}
         return (BEGIN + MODEL + END).format(**known)
     cap, keywords = case.mask.get("softcap"), {**case.mask}

@@ -10,7 +10,6 @@ from math import inf
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ... import __version__
 from ...cli.ranks import check_mpi_size
@@ -42,24 +41,26 @@ def main(config: AuditConfig) -> None:
     model = config.model.spec or config.model.path
     cases = choose_cases(ranks, config.features, model)
 
+    findings: list[Finding] = []
+
     def report(found: list[Finding]) -> None:
+        findings[:] = found
         _report(config, model, ranks, found)
         if left := [case.feature for case in cases[len(found) :]]:
             sys.stderr.write(f"ringattn: the audit ended early; not tried: {', '.join(left)}\n")
         sys.stdout.flush()
 
-    findings: list[Finding] = []
     if launch.kind == "none":
+        found: list[Finding] = []
         try:
-            findings.extend(audit(config.target, ranks, cases, config.patience, model))
+            found.extend(audit(config.target, ranks, cases, config.patience, model))
         finally:  # perhaps interrupted
-            if findings:
-                report(findings)
+            if found:
+                report(found)
     else:
         check(config.target, ranks, cases, model)
         _join(launch, 60 * config.patience)
-        findings = work(launch.rank, config.target, cases, config.patience, model, report)
-        dist.barrier()
+        work(launch.rank, config.target, cases, config.patience, model, report)
     if any(one.verdict.verdict in FAILURES for one in findings):
         sys.exit(1)
 

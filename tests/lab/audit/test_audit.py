@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import started
+from command_line import ringattn, started
 from faulty_rings import FAULTS
 
-from ringattn import InvalidInput
+from ringattn import CommFailure, InvalidInput
+from ringattn.lab.audit import run
 from ringattn.lab.audit.cases import Case, list_cases
 from ringattn.lab.audit.models import load_model
 from ringattn.lab.audit.oracle import attend, make_inputs, see
@@ -28,24 +34,49 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 RANKS = 3
 
 
-def try_all(rank: int, features: dict[str, list[str] | None], folder: str, model: str | None = None) -> None:
-    """Audit one target after the other on its features, on the same ranks."""
+def make_store() -> Any:
+    """A store on a free port, as torchrun has one for its ranks."""
+    return vars(dist)["TCPStore"]("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def place(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables with which torchrun tells a rank its place, and where its store is."""
+    found = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def try_all(
+    rank: int, features: dict[str, list[str] | None], folder: Path, model: str | None, shown: Sequence[str]
+) -> dict[str, str]:
+    """Audit one target after the other on the same ranks; returns what the scripts of those in `shown` print there."""
+    ranks, printed = dist.get_world_size(), {}
     for name, chosen in features.items():
-        cases = choose_cases(dist.get_world_size(), chosen, model)
-        work(rank, name, cases, 20.0, model, path=Path(folder, name))
+        work(rank, name, choose_cases(ranks, chosen, model), 20.0, model, path=folder / name)
+    stores = [make_store() for _ in shown if rank == 0]
+    ports: list[Any] = [[store.port for store in stores]]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()
+    for name, port in zip(shown, ports[0], strict=True):
+        path = folder / f"script_{name}_{rank}.py"
+        path.write_text(next(one.script for one in read(folder / name)[0].values() if one.script))
+        os.environ |= place(rank, ranks, port)
+        with redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(path))
+        printed[name] = out.getvalue()
+    return printed
 
 
 def find_all(
-    features: dict[str, list[str] | None], ranks: int, folder: Path, model: str | None = None
-) -> dict[str, list[Finding]]:
-    """What rank 0 wrote of each target about its features, all of them."""
-    run_local(try_all, ranks, features, str(folder), model, timeout=110, threads=1)
+    features: dict[str, list[str] | None], ranks: int, folder: Path, model: str | None = None, shown: Sequence[str] = ()
+) -> tuple[dict[str, list[Finding]], dict[str, str]]:
+    """What rank 0 wrote of each target about its features, all of them; and what the scripts of `shown` print."""
+    printed = run_local(try_all, ranks, features, folder, model, shown, timeout=110, threads=1)
     found = {}
     for name, chosen in features.items():
         made, _ = read(folder / name)
         assert [*made] == [case.feature for case in choose_cases(ranks, chosen, model)]
         found[name] = [*made.values()]
-    return found
+    return found, {name: "".join(each[name] for each in printed) for name in shown}
 
 
 @pytest.mark.multi
@@ -56,7 +87,8 @@ def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> Non
         "ringattn": None,
         **{f"faulty_rings:fault_{i}": [feature] for i, feature in enumerate(FAULTS.values())},
     }
-    found = find_all(features, RANKS, tmp_path)
+    dropped, padded = (f"faulty_rings:fault_{[*FAULTS].index(name)}" for name in ("dropped mask", "padding attended"))
+    found, printed = find_all(features, RANKS, tmp_path, shown=[padded])
     for name in ("faulty_rings:attend", "ringattn"):
         wrong = [one for one in found[name] if one.verdict.verdict not in ("exact", "not offered", "refused")]
         assert not wrong, wrong
@@ -70,10 +102,11 @@ def test_twelve_planted_faults_are_found_and_nothing_else(tmp_path: Path) -> Non
     assert lost.rank == RANKS - 1 and "of rows " in lost.verdict.why
     (small,) = found["faulty_rings:fault_0"]
     assert small.case.heads == small.case.kv_heads == 1 and small.case.tokens < 12 * RANKS
-    for name in ("dropped mask", "padding attended"):
-        (one,) = found[f"faulty_rings:fault_{[*FAULTS].index(name)}"]
+    printed[dropped] = run_script(small.script, RANKS, tmp_path)
+    for name in (dropped, padded):
+        (one,) = found[name]
         assert one.script and "ringattn" not in one.script and len(one.script.splitlines()) <= 26
-        errors = read_errors(run_script(one.script, RANKS, tmp_path))
+        errors = read_errors(printed[name])
         assert len(errors) == 4 * RANKS and max(errors) > 0.1
 
 
@@ -86,7 +119,7 @@ def test_results_of_another_kind_are_wrong_and_not_refused(tmp_path: Path) -> No
         "faulty_rings:of_one_row": "out has shape (1, ",
         "faulty_rings:with_a_mistake": "TypeError: object of type 'int' has no len()",
     }
-    found = find_all({name: ["dense"] for name in kinds}, RANKS, tmp_path)
+    found, _ = find_all({name: ["dense"] for name in kinds}, RANKS, tmp_path)
     for name, why in kinds.items():
         (one,) = found[name]
         assert one.verdict.verdict == ("crash" if "TypeError" in why else "wrong"), one
@@ -103,17 +136,16 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
     right = [*faults.values(), "uneven length"]
     features: dict[str, list[str] | None] = {"ringattn": right, "faulty_rings:run_model": right}
     features |= {f"faulty_rings:{name}": [feature, "uneven length"] for name, feature in faults.items()}
-    for name, findings in find_all(features, 2, tmp_path, MODEL).items():
+    audited, printed = find_all(features, 2, tmp_path, MODEL, [f"faulty_rings:{name}" for name in faults])
+    for name, findings in audited.items():
         found = {one.case.feature: one for one in findings}
         wrong = {feature for feature, one in found.items() if one.verdict.verdict != "exact"}
         fault = faults.get(name.removeprefix("faulty_rings:"))
         assert wrong == ({*found} if "half" in name else {fault} - {None}), (name, found)
         if fault is None:
             continue
-        script = found[fault].script
-        printed = run_script(script, 2, tmp_path)
-        logits, gradients = (read_errors(printed, what) for what in ("logits", "gradients"))
-        assert max(gradients) > 0.01 and "ringattn" not in script
+        logits, gradients = (read_errors(printed[name], what) for what in ("logits", "gradients"))
+        assert max(gradients) > 0.01 and "ringattn" not in found[fault].script
         if "half" in name:
             assert max(logits) < 0.01 and "the gradient of model." in found[fault].verdict.why
         else:
@@ -121,7 +153,7 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
 
 
 def run_script(script: str, ranks: int, folder: Path) -> str:
-    """What the script of a failure prints on ranks."""
+    """What the script of a failure prints, started as it says."""
     (path := folder / "small.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(HELPERS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(path)]
@@ -149,22 +181,50 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
 
 @pytest.mark.multi
 def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    """The script of a failing model is written on rank 0 alone, and so may not be collective."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = ("audit", "features=[causal,documents]", "output.path=-")
-    record = json.loads(started(*words, cwd=tmp_path, launcher=torchrun).stdout)
-    assert record["ranks"] == 2 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
-    assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
+    words = (f"model={MODEL}", "features=[padding on the left,uneven length]", "output.path=-")
+    (tmp_path / "faulty_rings.py").write_text((HELPERS / "faulty_rings.py").read_text())
+    told = started("audit", "faulty_rings:with_padding", *words, cwd=tmp_path, launcher=torchrun, status=1)
+    record = json.loads(told.stdout)
+    assert record["ranks"] == 2
+    assert [one["feature"] for one in record["features"]] == ["padding on the left", "uneven length"]
+    assert [one["verdict"]["verdict"] for one in record["features"]] == ["wrong", "exact"]
+    assert "model" in record["features"][0]["script"] and not record["features"][1]["script"]
 
 
 @pytest.mark.multi
-def test_torchrun_tells_what_is_wrong_with_a_model(tmp_path: Path) -> None:
-    """The script of the failure is written on rank 0 alone, and so may not be collective."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = (f"model={MODEL}", "features=[padding on the left]", "output.path=found.json")
-    (tmp_path / "faulty_rings.py").write_text((HELPERS / "faulty_rings.py").read_text())
-    started("audit", "faulty_rings:with_padding", *words, cwd=tmp_path, launcher=torchrun, status=1)
-    (one,) = json.loads((tmp_path / "found.json").read_text())["features"]
-    assert one["verdict"]["verdict"] == "wrong" and "model" in one["script"]
+@pytest.mark.parametrize(("target", "status"), [("clearing", 2), ("clearing_and_hanging", 3)])
+def test_a_report_that_cannot_be_written_ends_all_ranks_of_a_launcher(tmp_path: Path, target: str, status: int) -> None:
+    (tmp_path / "out").mkdir()
+    words = ("audit", f"faulty_rings:{target}", "features=[dense]", "output.path=out/found.json", "patience=1")
+    store = make_store()
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(
+            lambda rank: ringattn(*words, cwd=tmp_path, status=status, **place(rank, 2, store.port)), range(2)
+        )
+    why = "output out/found.json: the folder out does not exist; make it first\n"
+    assert first.stderr == f"ringattn: {why}"
+    assert status == 3 or other.stderr == f"ringattn: rank 0 ended the audit: {why}"
+
+
+def try_without_script(rank: int, folder: Path) -> str:
+    """The error with which a rank ends, as no script can be written."""
+
+    def fail(*_: Any) -> str:
+        raise OSError("could not get source code")
+
+    run.write_script = fail
+    with pytest.raises((OSError, CommFailure)) as told:
+        work(rank, "faulty_rings:fault_0", choose_cases(2, ["causal", "documents"]), 20.0, path=folder / "found")
+    return str(told.value)
+
+
+@pytest.mark.multi
+def test_a_script_that_cannot_be_written_ends_all_ranks(tmp_path: Path, new_ranks: Callable[..., list[Any]]) -> None:
+    first, other = new_ranks(try_without_script, 2, tmp_path)
+    assert first == "could not get source code"
+    assert other.startswith("rank 0 ended the audit: it raised OSError: could not get source code. Look at")
 
 
 def test_the_oracle_is_that_of_torch() -> None:
