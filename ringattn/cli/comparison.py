@@ -40,7 +40,7 @@ def headlines(record: dict[str, Any]) -> Cells:
 
 
 def read_overrides(overrides: Sequence[str]) -> Cells:
-    """The override values of a job by key; an expression given for a group's option has the group's name as its key."""
+    """The overrides of a job as key: value; pattern.spec=... is listed as pattern, and other groups likewise."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 
@@ -48,7 +48,7 @@ def read_overrides(overrides: Sequence[str]) -> Cells:
 def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
     """Print a table of `jobs`, pairs (settings, numbers): the settings that differ, and all numbers.
 
-    Prints nothing for a single job. If the table is cut, its last line ends in `all_in`: where all rows are.
+    Prints nothing for a single job. `all_in` ends the last line of a table that is cut, and says where all rows are.
     """
     if len(jobs) < 2:
         return

@@ -79,7 +79,7 @@ class RankMeasurements:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
-    #: Resident bytes of the host, and bytes of tensors on the CUDA device (None without one): at the start, at most.
+    #: At the start and at the peak: resident bytes of the host, bytes of tensors on the CUDA device (None: no CUDA).
     memory: dict[str, int | None] = field(default_factory=dict)
     #: The spans of the last run, in seconds from its start; only filled if a trace is requested.
     spans: list[Span] = field(default_factory=list)

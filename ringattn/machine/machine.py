@@ -21,11 +21,11 @@ from .kernel_times import KernelRates, KernelTimes
 SOURCES = ("cited", "fitted", "assumed", "measured")
 #: Fields that hold many measured numbers. They have a source, as the single numbers do.
 TABLES = ("kernel", "kernel_rates", "residuals")
-#: How many residuals of a calibration make an interval: about as many runs as it makes of one size by default.
+#: The number of residuals that an interval is made from: about as many as a calibration runs passes of one size.
 NEAREST_RUNS = 80
 #: Numbers that only whole models use.
 MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory", "host_bandwidth")
-#: Fields that do not affect a preset's error band: the published gathers were predicted with one_gather.
+#: Fields that a preset's error band does not depend on; one_gather, as published gathers were predicted with it.
 BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
 MeasuredBy = Literal["every", "ranks"]

@@ -20,8 +20,9 @@ CURRENCY = "USD"
 class Fact(Struct, frozen=True):
     """One number of a machine and where it comes from.
 
-    Machine files also give the `unit`; presets give the `reason`: a document or an explanation. A number fitted to
-    published measurements lists the `families` of measurements used, and its value `without` them.
+    Machine files also give the `unit`; presets give the `reason`: a document or an explanation. For a number fitted to
+    published measurements, `families` are the kinds of measurements used, and `without` is the number fitted without
+    these.
     """
 
     value: bool | int | float

@@ -9,9 +9,9 @@ on how a visit is split into kernel calls, but changes if a visit is lost, doubl
 pairs are read at each kernel call from the tags that `RowSource` writes into q, k and v. The expected pairs come from
 the pattern's tiles and the layout's ranges, in closed form. Neither side uses the schedule.
 
-In a backward, the gradients carry counts. Some columns of dk, dv and dq are 0 by construction; in each row, these
-columns sum a small weight of every row that it met. The counts travel with the gradients, so a gradient that is lost
-on the way to its owner is missing from the count.
+In a backward, the gradients carry counts. Some columns of dk, dv and dq are 0 by construction, so each row can hold a
+sum there: a small weight for every row that it was paired with. Sums travel with the gradients, so a gradient that is
+lost on the way to its owner is missing from the sum.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .rates import Rates
 LAYOUTS = ("contiguous", "zigzag", "striped(64)", "balanced")
 #: Above this many ranks `auto` tries neither allgather (P - 1 messages) nor balanced (counts 8 P chunks).
 MANY = 256
-#: For rectangles on more ranks, nothing is simulated: pass-KV or pass-Q in the forward is chosen by bytes.
+#: With queries that differ from the keys on more ranks, nothing is simulated: bytes decide between pass-KV and pass-Q.
 WHOLE = 16
 #: The parts sent in a pass-Q forward.
 _WITH_QUERIES: tuple[Kind, ...] = ("query", "part")

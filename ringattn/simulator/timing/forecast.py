@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ALL, COUNTED = 8, 16
 #: If a rank receives more blocks than this, about this many of its steps are examined.
 SAMPLED_STEPS = 16
-#: Seconds of a pair come from the first ENOUGH_TILES tiles of a visit; after as many tiles, no further visit is read.
+#: For the seconds of a pair, at most this many tiles of a visit are read, and no more visits once as many were read.
 ENOUGH_TILES = 256
 
 
@@ -126,7 +126,7 @@ class _RingEstimate:
         self.edge_bytes: dict[Edge, int] = {}
         #: By (rank, step): seconds of work, and the edges to the rank that are in flight.
         self.times: dict[tuple[int, int], tuple[float, list[Edge]]] = {}
-        #: By step: the most seconds of any rank, times the number of steps that it represents.
+        #: By step: the most seconds of any rank, times the number of steps that the step represents.
         self.slowest: defaultdict[int, float] = defaultdict(float)
 
     def make(self) -> tuple[Prediction, int, str]:

@@ -55,7 +55,7 @@ class DelayState:
 
     def __init__(self, ring: Ring, *, instant: bool = False) -> None:
         self.ring, self.instant, self.step, self.reference = ring, instant, 0, 0.0
-        #: Seconds that are in no delay, so that these stay small.
+        #: Seconds subtracted from all delays, to keep them small.
         self.passed = 0.0
         #: Coefficients of the last step, minus `reference`, float64 [3, ranks].
         self.coefficients = np.zeros((3, ring.ranks))

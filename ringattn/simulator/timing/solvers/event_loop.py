@@ -28,9 +28,9 @@ from .base import Loads, Solved, Traffic
 MOST_RANKS, MOST_EVENTS = 4096, 1_000_000
 #: Ranks whose steps are counted before the steps of all ranks are planned.
 RANKS_COUNTED_FIRST = 8
-#: A message at one of its ends: the number of the message, the `rank` at this end, whether it `sends` or receives it,
-#: and the steps of the pass at which the rank posts it (`step`) and at whose end it waits for it (`until`). `near`:
-#: both ends are in one node. `latency`: seconds of its start; `gap`: seconds of its bytes.
+#: One end of a message: the number of the `message`, the `rank`, whether it `sends` or receives, the `step` of the pass
+#: at which it posts the message, and the step `until` whose end it waits at. `near`: both ends are in one node.
+#: `latency` are the seconds before the first byte, `gap` those of all `bytes`.
 POST = np.dtype(
     [
         *((name, np.int64) for name in ("message", "rank", "step", "until", "bytes")),
