@@ -206,9 +206,6 @@ def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> No
     quiet = ["hydra/hydra_logging=none", "hydra/job_logging=none"] if together else []
     sys.argv = [program or f"ringattn {verb}", *prepared, *quiet]
     task = _Task(verb, together)
-    # Hydra would compose the configuration a second time, only to read hydra.mode. None lets it follow --multirun.
-    mode = None if "--multirun" in prepared else import_module("hydra.types").RunMode.RUN
-    import_module("hydra._internal.hydra").Hydra.get_mode = lambda self, **given: mode
     # Make Hydra raise its errors instead of printing them and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

@@ -139,7 +139,6 @@ FILE = ("run", "input=file", "output.path=y.safetensors")
         (("plan", "tokens=" + "9" * 400), "must be at most 2^63 - 1"),
         (("plan", "tokens=" + "9" * 5000), "4300 digits"),
         (("bench", "suite=ring", "cases=[]"), "cases=[]: unknown; expected some of dense_4096"),
-        (("plan", "ranks=2", "hydra.mode=MULTIRUN"), "hydra.mode=MULTIRUN: write -m instead, such as -m"),
         (("plan", "-m", "ranks=2,4", "hydra.launcher._target_=os.system"), "Invalid plugin 'os.system'"),
         (("simulate", "machine.flops=1e-300", "passes=10"), "flops=1e-300 must be a number from 1e-30"),
         (("plan", "tokens=64", "heads=1e5"), "heads=100,000: must be at most 4,096"),

@@ -286,8 +286,6 @@ def check_parameters(composed: DictConfig) -> None:
 
 def explain(verb: str, error: Any) -> InvalidInput:
     """A Hydra or OmegaConf error as a one-line InvalidInput, with a hint for a misspelled key or option."""
-    if isinstance(error, AssertionError) and "RunMode" in (str(error) or "RunMode"):  # pytest gives assertions a text
-        return InvalidInput("hydra.mode=MULTIRUN: write -m instead, such as -m ranks=2,4")
     detail = error  # or the first of its causes that names a key
     while detail is not None and not getattr(detail, "full_key", None):
         detail = detail.__cause__ or detail.__context__
