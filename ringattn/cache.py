@@ -51,9 +51,9 @@ class Cache:
         return len(self._values)
 
     def answer(self, key: Hashable, make: Callable[[], T], *, keep: Callable[[T], bool] | None = None) -> T:
-        """The cached value of `key`; if there is none, the result of `make()`, which is then cached.
+        """Return the cached value of `key`; if there is none, call `make()`, cache its result and return it.
 
-        `keep`: whether a result is cached; None: every result is.
+        `keep(value)` decides whether a new result is cached; with None, every result is cached.
         """
         with self._lock:
             cached = self._values.get(key, _ABSENT)
@@ -116,7 +116,10 @@ def cached(compute: F) -> F:
 
 
 def estimate_bytes(value: object) -> int:
-    """About how many bytes `value` and everything it refers to take; long collections are extrapolated."""
+    """Estimate the bytes of memory that `value` and all objects it refers to take.
+
+    For long collections, only some elements are measured; the others are assumed to be similar.
+    """
     if type(value) in SCALARS:
         return 32
     total, visited = 0.0, 0
@@ -163,7 +166,10 @@ class Value:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     def kept_hash(self) -> int:
-        """The hash of all fields, computed once: for the `__hash__` of values that are large, or keys of many dicts."""
+        """The hash of all fields, computed once and then stored.
+
+        Classes use it as `__hash__` if their values are large or serve as keys of many dicts.
+        """
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +185,10 @@ class Value:
 
 
 class Numbered(Value):
-    """Base of values that compiled code may make again in each call; equal ones have one number in its graph."""
+    """Base class of patterns and layouts, to which code compiled by torch.compile refers by numbers.
+
+    Compiled code may create such values anew in every call: a new value is only a new number, so nothing is recompiled.
+    """
 
     #: The key in `NUMBERED`. Every value has its own number, even if values are equal.
     number = 0

@@ -113,9 +113,10 @@ def create_multihead_dilated_attention(
     ring_size: int | None = None,
     **options: Any,
 ) -> MultiheadAttention:
-    """`create_dilated_attention` as multihead attention on [B, N, embed_dim]; `options` of `MultiheadDilatedAttention`.
+    """A module of dilated multihead attention on [B, N, embed_dim]; see `create_dilated_attention` for `name`.
 
-    "block_sparse" is `create_block_sparse_attention("multihead")` with its options.
+    `options` are those of `MultiheadDilatedAttention`. "block_sparse" is `create_block_sparse_attention("multihead")`,
+    with its options.
     """
     if name in BLOCK_SPARSE:
         return create_block_sparse_attention(
@@ -193,8 +194,11 @@ def create_block_sparse_attention(
 def create_multihead_block_sparse(
     embed_dim: int, num_heads: int, *, adaptive: bool = False, **options: Any
 ) -> MultiheadAttention:
-    """`create_block_sparse_attention("multihead", ...)`, on [B, N, embed_dim]; with adaptive=True a
-    `MultiheadAdaptiveAttention`, whose density defaults to 0.1 unless k= is given."""
+    """A module of block-sparse multihead attention on [B, N, embed_dim].
+
+    The same as `create_block_sparse_attention("multihead", ...)`. With adaptive=True, a `MultiheadAdaptiveAttention`;
+    its density is 0.1 unless k= is given.
+    """
     variant = "adaptive" if adaptive else "multihead"
     return create_block_sparse_attention(variant, embed_dim=embed_dim, num_heads=num_heads, **options)
 
@@ -202,9 +206,10 @@ def create_multihead_block_sparse(
 def BlockSparseAdaptive(
     segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = None, **options: Any
 ) -> AdaptiveAttention:
-    """`create_block_sparse_attention("adaptive", ...)`, under the class name of the projects before this one.
+    """The same as `create_block_sparse_attention("adaptive", ...)`, under the name of a class in earlier projects.
 
-    `segment_lengths` are accepted for compatibility and have no effect, because the scorer sees the whole sequence.
+    `segment_lengths` are accepted for compatibility and have no effect, because the learned scores cover the whole
+    sequence.
     """
     return create_block_sparse_attention(
         "adaptive", segment_lengths=segment_lengths, dilation_rates=dilation_rates, **options

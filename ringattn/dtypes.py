@@ -14,7 +14,10 @@ def dtype_name(dtype: object) -> str:
 
 
 def take_numbers(options: object) -> None:
-    """Convert NumPy's numbers in a frozen dataclass to Python's: np.float32 is not a float, and np.bool not a bool."""
+    """Convert the NumPy numbers in the fields of a frozen dataclass to Python numbers, in place.
+
+    Later type checks need this: np.float32 is not a float, and np.bool is not a bool.
+    """
     for name, value in vars(options).items():
         if isinstance(value, np.generic):
             object.__setattr__(options, name, value.item())

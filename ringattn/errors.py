@@ -56,7 +56,11 @@ class NumericsFailure(RingAttentionError, RuntimeError):
 
 
 def raised_below(error: BaseException, packages: tuple[str, ...] = ()) -> bool:
-    """Whether the code that the caller's `try` calls raised `error`, and no signal handler that interrupted it."""
+    """Whether `error` comes from the call in the caller's `try` block, not from a signal handler that interrupted it.
+
+    The call may run Python code only of `packages`: any other frame in the traceback is taken for one of a signal
+    handler.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # the first frame is the caller's
     modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return all(any(name == package or name.startswith(f"{package}.") for package in packages) for name in modules)

@@ -59,7 +59,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, *failures: type[Exception]) -> Iterator[Path]:
-    """As `replacing`, for a block that only writes: OSErrors (a full disk) and `failures` become InvalidInput."""
+    """Like `replacing`, for a block that only writes the file: an OSError, such as a full disk, becomes InvalidInput.
+
+    Exceptions of the types `failures` become InvalidInput as well.
+    """
     expected: tuple[type[Exception], ...] = (OSError, *failures)
     with replacing(path) as temporary:
         try:
@@ -145,9 +148,10 @@ def read_text(path: Path, name: str) -> str:
 
 
 def decode(text: str, kind: type[T], source: str, *, yaml: bool = False) -> T:
-    """The value of a JSON or YAML text as `kind`, a type that msgspec knows: dataclass, Struct, TypedDict, list, ...
+    """Parse a JSON or YAML text and return its value as `kind`: a dataclass, Struct, TypedDict, list, or the like.
 
-    Raises InvalidInput that names the `source` of the text, the place in it, the expected and the actual value.
+    `kind` is any type that msgspec can convert to. Raises InvalidInput with `source` (where the text comes from), the
+    place in the text, and the expected and actual value.
     """
     try:
         data = _load_yaml(text) if yaml else json.loads(text)
@@ -158,7 +162,10 @@ def decode(text: str, kind: type[T], source: str, *, yaml: bool = False) -> T:
 
 
 def as_kind(data: object, kind: type[T], source: str, known: Iterable[str] = ()) -> T:
-    """Plain data as `kind`. Raises InvalidInput as `decode` does; for an unknown key, it suggests one of `known`."""
+    """Convert plain data to `kind`, a type that msgspec can convert to.
+
+    Raises InvalidInput as `decode` does; for an unknown key, the message suggests one of `known`.
+    """
     try:
         return convert(data, kind)
     except (ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is not a character
@@ -253,9 +260,9 @@ def _check_yaml(yaml: Any, events: Iterable[Any]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder `path` if it does not exist. Its parent must exist, unless that is in the folder `OUTPUTS`.
+    """Create the folder `path` if it does not exist; its parent is created only inside the folder `OUTPUTS`.
 
-    Raises InvalidInput if the folder cannot be created, or if this user cannot write to it.
+    Raises InvalidInput if the parent does not exist, the folder cannot be created, or this user cannot write to it.
     """
     if not os.path.isdir(path):
         _check_parent(path)

@@ -49,22 +49,22 @@ class AttentionKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """How attention is computed. Only `scale`, `softcap` and `dropout` change the result by more than rounding.
+    """Options of an attention call. Only `scale`, `softcap` and `dropout` change the result by more than rounding.
 
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule that the timing model predicts to be fastest on `machine`.
         Without a number, "double_ring" and "ulysses" take the ranks per node of `machine`.
     kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
         "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages of these names), a kernel that an installed
-        package adds, or "auto", which goes by the device of the tensors. If a named kernel cannot compute the call, the
-        call raises Unsupported; no other kernel replaces it.
+        package adds, or "auto", which chooses by the device of the tensors. If a named kernel cannot compute the call,
+        the call raises Unsupported; no other kernel replaces it.
     machine: a Machine or its name, for schedule="auto" or a schedule without its number; None: "cpu" or "cuda", by the
         device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     deterministic: repeated runs give equal bits.
-    comm_dtype: dtype that messages are rounded to; None: no rounding, see `make_plan`.
-    rotate: what travels in the backward: "kv", "q", or "auto" (fewer bytes). With a q_layout, it also selects what
-        travels in the forward, see `make_plan`.
+    comm_dtype: the dtype in which keys, values and gradients are sent; None: they are not rounded, see `make_plan`.
+    rotate: what ranks send in the backward: "kv" (keys and values), "q" (queries), or "auto" (what has fewer bytes).
+        With a q_layout, it also selects what they send in the forward, see `make_plan`.
     softcap: a number c > 0 that turns the scaled logits s into c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
         no cap. Only kernel "reference" computes a softcap, so "auto" then chooses this kernel.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
@@ -139,9 +139,10 @@ def read_dropout(dropout: float | Dropout) -> Dropout | None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
-    """Raise InvalidInput if q, k and v do not fit each other. Warns if heads and tokens seem swapped.
+    """Raise InvalidInput if the shapes, dtypes or devices of q, k and v do not fit together.
 
-    `alike`: queries and keys are the same tokens, so that their numbers must be equal.
+    Set `alike` if queries and keys are the same tokens: q and k must then have equally many rows. Warns if the dims of
+    heads and tokens seem to be swapped.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not is_dense(x) or x.ndim != 4:
@@ -223,10 +224,11 @@ def _cast(x: Any) -> Any:
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """A context for attention on `device`: autocast is off, and torch's out-of-memory error becomes OutOfMemory.
+    """Context manager for computing attention on `device`: disables autocast, and converts out-of-memory errors.
 
-    Autocast is off for the CPU and CUDA, too, because offloading uses both. A retry would not help: before torch's CUDA
-    allocator raises, it has released its idle memory and tried again.
+    Autocast is disabled for `device`, and also for the CPU and CUDA, because offloading computes on both. torch's
+    OutOfMemoryError is raised again as OutOfMemory. Trying again would not help: torch's CUDA allocator has already
+    released its idle memory and tried again before it raises.
     """
     with ExitStack() as stack:
         for kind in {"cpu", "cuda", device.type}:

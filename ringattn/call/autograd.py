@@ -36,10 +36,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs the forward and the backward of a call, for one rank of `transport` or (None) for all ranks in this process.
+    """Runs the forward and the backward of one attention call.
 
-    Without a transport, tensors are those of the whole sequence. `number` is the number of the call, equal on all
-    ranks. With `deferred`, ranks compare the call while its messages travel.
+    With a `transport`, this process computes one rank, and tensors are the shards of that rank. With `transport` None,
+    this process computes all ranks, and tensors hold the whole sequence. `number` identifies the call and is equal on
+    all ranks. With `deferred`, ranks compare the arguments of the call while its messages travel, not before.
     """
 
     call: CompiledCall
@@ -64,7 +65,7 @@ class Runner:
         return (out, lse) if self.call.return_lse else out
 
     def job(self, rank: int) -> Job:
-        """What a rank computes."""
+        """The `Job` of a rank: its plan, kernel and options, as the executor needs them."""
         return Job(self.plan, rank, self.kernel, self.call.factor, self.call.return_lse, sinks=self.sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
@@ -131,9 +132,9 @@ class Runner:
 
 
 class Attention(torch.autograd.Function):
-    """The whole ring as one node of the autograd graph.
+    """The autograd function of attention: the computation of all ranks is one node of the autograd graph.
 
-    Saves the inputs, out, lse and the K/V block of the forward's last step, with which the backward begins.
+    Saves the inputs, out, lse, and the keys and values of the forward's last step, with which the backward begins.
     """
 
     @staticmethod
@@ -181,7 +182,7 @@ cache.is_tracing = torch.compiler.is_compiling
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """Make `function` one operator for torch.compile and for selective checkpointing, see `graph_op`."""
+    """Decorator: torch.compile and selective checkpointing treat `function` as one operator; see `graph_op`."""
     name = f"{function.__module__}:{function.__qualname__}"
     names = tuple(signature(function).parameters)
 

@@ -45,11 +45,11 @@ ANSWERS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCall:
-    """The arguments of a call, checked and normalized: all that it depends on but the values of tensors.
+    """The checked arguments of an attention call, without the values of its tensors.
 
-    `sizes` are those of the tensors that kernels get, as keyword arguments of `PlanSizes`: a `key_padding_mask` is
-    encoded in EXTRA more columns of q and k. `q_layout` is None if queries and keys are the same tokens. `rows` is the
-    number of keys of this rank, `q_rows` that of its queries.
+    `sizes` are keyword arguments of `PlanSizes`, for the tensors that kernels get: a `key_padding_mask` makes q and k
+    EXTRA columns wider. `q_layout` is None if queries and keys are the same tokens. `rows` and `q_rows` are the numbers
+    of keys and of queries of this rank.
     """
 
     pattern: Pattern
@@ -81,29 +81,32 @@ class CompiledCall:
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes the call takes, including plans that perhaps only it keeps alive."""
+        """Estimate the bytes of memory of this call, including the plans in its cache."""
         return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
 
     def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v in which no query sees the keys where `mask` is True."""
+        """Return q, k and v, changed so that no query attends to keys where `mask` is True."""
         if self.column is None or mask is None:
             return q, k, v
         return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v in which the keys where `mask` is True are hidden; a negative scale has its sign moved into q."""
+        """Return q, k and v as kernels take them: padded keys hidden, and a negative scale replaced by a positive one.
+
+        `mask` is True for padding. For a negative scale, q changes its sign.
+        """
         if mask is not None:
             q, k, v = self.hide(q, k, v, mask)
         return (q if self.sign == 1 else q * self.sign), k, v
 
     @property
     def chooses(self) -> bool:
-        """Whether the schedule, or what travels in the forward, is chosen by modelled times."""
+        """Whether predicted times choose the schedule, or which tensors travel in the forward."""
         by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
         return by_time or self.options.schedule == "auto"
 
     def machine(self) -> Machine:
-        """The machine whose modelled times choose a schedule or a layout."""
+        """The machine on which the times of schedules and layouts are predicted, to choose among them."""
         from ..machine.presets import get_machine  # few calls choose
 
         return get_machine(self.options.machine, self.device.type)
@@ -143,10 +146,11 @@ def compile_call(
     options: Mapping[str, Any],
     **named: Any,
 ) -> CompiledCall:
-    """The `CompiledCall` of these arguments. Raises InvalidInput or Unsupported if they cannot be used.
+    """Check the arguments of an attention call and return them as a `CompiledCall`.
 
-    Equal arguments, tensors of equal shape, dtype and device, and equal switches of torch give the cached value, unless
-    the pattern depends on the values of tensors. `named` are keyword arguments of `_compile`.
+    Returns a cached value if the arguments, torch's global switches, and the shapes, strides, dtypes and devices of the
+    tensors are equal, unless the pattern depends on the values of tensors. `named` are keyword arguments of `_compile`.
+    Raises InvalidInput or Unsupported if the arguments cannot be used.
     """
     make = partial(_compile, q, k, v, pattern, layout, options, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):

@@ -155,11 +155,11 @@ def positions(
 def synchronize(
     group: ProcessGroup | DeviceMesh | None = None, mesh: DeviceMesh | None = None, transport: Transport | None = None
 ) -> None:
-    """Wait until all deferred calls of this rank are known to match on all ranks, or raise their error. Collective.
+    """Wait until all calls with check="deferred" are known to match on all ranks, or raise their error. Collective.
 
-    With check="deferred", ranks compare their calls while messages travel. torch's optimizers synchronize before each
-    step, and a call that records no gradient synchronizes before it returns; for any other use of a result, call
-    `synchronize` first. An error is final: the group can make no more calls.
+    With this option, ranks compare their calls while messages travel, so a result may come before an error. torch's
+    optimizers synchronize before each step, and a call that records no gradient synchronizes before it returns; for any
+    other use of a result, call `synchronize` first. An error is final: the group can make no more calls.
     """
     get_transport(group, mesh, transport).synchronize()
 
@@ -179,15 +179,14 @@ def virtual_attention(
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
-    """`ring_attention` on whole tensors: this process computes all `ranks`. Differentiable.
+    """Compute ring attention in a single process, on `ranks` virtual ranks and whole tensors. Differentiable.
 
     q [B, H, N, D], k [B, K, N, D] and v [B, K, N, Dv] hold the whole sequence in natural order, and so do the results:
-    out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. Plan, executor and kernels are those of real ranks, and the
-    results equal those of real ranks bit for bit. `layout` decides which rank computes which rows, and changes the
-    result by rounding only; layout="auto" lets the planner choose layout and schedule together. With a
-    `q_layout` q [B, H, M, D] holds the queries, k and v the keys, each in ascending order of their positions.
-    `key_padding_mask` is bool [B, N], True for padding. `sinks`, `options`, dtypes and errors are those of
-    `ring_attention`.
+    out [B, H, N, Dv], and with `return_lse` lse [B, H, N]. The same plan, executor and kernels run as on real ranks, so
+    the results are equal bit for bit. `layout` decides which rank computes which rows, and changes the result by
+    rounding only; layout="auto" lets the planner choose layout and schedule together. With a `q_layout` q [B, H, M, D]
+    holds the queries, k and v the keys, each in ascending order of their positions. `key_padding_mask` is bool [B, N],
+    True for padding. `sinks`, `options`, dtypes and errors are as in `ring_attention`.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
@@ -229,10 +228,10 @@ def attention(
     chunk: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Attention over the whole sequence on one device: `virtual_attention` with one rank. Differentiable.
+    """Compute attention over a whole sequence on one device, without a ring. Differentiable.
 
-    Shapes, dtypes and errors are those of `virtual_attention`. With `first`, the position of the first query, there may
-    be more or fewer queries than keys; the keys start at position 0.
+    The same as `virtual_attention` with one rank; shapes, dtypes and errors are the same, too. With `first`, the
+    position of the first query, there may be more or fewer queries than keys; the keys start at position 0.
 
     offload="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
     q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
@@ -317,7 +316,10 @@ def find_ranks(
     transport: Transport | None = None,
     ranks: int | None = None,
 ) -> tuple[Transport | VirtualRanks, range]:
-    """Where the ranks are, and which of them are in this process: real ones, or `ranks` virtual ones."""
+    """Return the transport or the virtual ranks of a call, and the range of ranks that this process computes.
+
+    Given `ranks`, all of them are virtual ranks in this process; otherwise, this process is one rank of the transport.
+    """
     if ranks is None:
         ring = get_transport(group, mesh, transport)
         return ring, range(ring.rank, ring.rank + 1)
@@ -329,7 +331,7 @@ def find_ranks(
 
 
 def run_programs(programs: Sequence[Program[T]], where: Transport | VirtualRanks) -> list[T]:
-    """The results of the programs of this process's ranks."""
+    """Run one program for each rank in this process, and return the results of the programs."""
     return where.run(programs) if isinstance(where, VirtualRanks) else [drive(programs[0], where, where.rank)]
 
 

@@ -86,7 +86,7 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
-    """The result of the `compilable` function `name`, "module:function", computed by one operator."""
+    """Call the `compilable` function `name`, given as "module:function", as one operator, and return its result."""
     q, k, v = cast_inputs(arguments["q"], arguments["k"], arguments["v"])
     arguments = {**arguments, "q": q, "k": k, "v": v}
     names, tensors, numbers, constants = [], [], {}, {}

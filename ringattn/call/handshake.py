@@ -52,9 +52,10 @@ call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
 
 
 def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
-    """The plan that all ranks of the transport run, this rank's kernel, and the number of the call. Collective.
+    """Compare an attention call between ranks; return its plan, this rank's kernel, and the number of the call.
 
-    `stage` names the first exchange: ranks whose stages differ raise Mismatch.
+    The plan and the number are equal on all ranks. `stage` names the kind of call: if ranks are at different stages,
+    all of them raise Mismatch. Collective.
     """
     kernel, drops = call.kernel, call.kernel.dropout is not None
     with Exchange(transport, stage, limit=LONGEST) as exchange:
@@ -123,9 +124,10 @@ def _plan_together(transport: Transport, call: CompiledCall, stage: str, records
 
 
 def announces(transport: Transport, call: CompiledCall) -> bool:
-    """Whether ranks can compare the call while its messages travel, because each can make the plan without the others.
+    """Whether ranks can compare the call while its messages travel, because each rank can make the plan alone.
 
-    A layout given by name needs the rows of all ranks, and dropout without a seed needs the seed of rank 0.
+    A rank cannot if a layout is given by name, which needs the number of rows of all ranks, or if dropout has no seed,
+    which needs the seed of rank 0.
     """
     drawn = call.kernel.dropout is not None and call.kernel.dropout.seed is None
     by_name = isinstance(call.layout, str) or isinstance(call.q_layout, str)
@@ -133,7 +135,10 @@ def announces(transport: Transport, call: CompiledCall) -> bool:
 
 
 def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, int]:
-    """`agree` without waiting, for a call that `announces`. Errors of other ranks are raised later, and are final."""
+    """Like `agree`, but without waiting for other ranks; only for calls for which `announces` is True.
+
+    Errors of other ranks are raised later; the group can then make no more calls.
+    """
     plan, fields = _plan_alone(call, transport.rank, transport.size)
     announced = b'{"stage": "call", "index": %d, %s' % (call_index.get(), fields)
     return plan, call.kernel.seeded(), transport.announce(announced)
@@ -189,10 +194,10 @@ def _compare_indices(indices: list[int]) -> None:
 
 
 def agree_backward(transport: Transport, number: int, *, deferred: bool) -> None:
-    """Return if all ranks begin the backward of the same call, number `number`; else raise Mismatch on every rank.
+    """Check that all ranks begin the backward of the same call, that of `number`; else raise Mismatch on every rank.
 
-    Ranks that run backwards in different orders would add the gradients of one call to the gradients of another. A few
-    bytes from each rank prevent this. Collective.
+    If ranks ran backwards in different orders, they would add gradients of one call to those of another. A few bytes
+    from each rank prevent this. With `deferred`, the check does not wait, and errors are raised later. Collective.
     """
     if deferred:
         record = {"stage": "backward", ORDER: f"that of call {number >> TAG_BITS:,}"}
@@ -230,7 +235,7 @@ def _spell(call: CompiledCall) -> bytes:
 
 
 def spell_layout(layout: str | Layout) -> str:
-    """The name of a layout, with a digest of the partition if its kind is "balanced"."""
+    """The name of a layout; if the name alone does not determine the layout, a digest of its partition is added."""
     if isinstance(layout, str):
         return layout
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name

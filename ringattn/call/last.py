@@ -12,7 +12,7 @@ from ..errors import Unsupported
 
 
 class Last(torch.autograd.Function):
-    """Returns the first `count` of its tensors unchanged; differentiating them again raises Unsupported."""
+    """Autograd function that returns its first `count` tensors unchanged, and raises Unsupported in its backward."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -27,5 +27,8 @@ class Last(torch.autograd.Function):
 
 
 def make_last(found: Sequence[Any], *inputs: Tensor | None) -> Sequence[Any]:
-    """Returns gradients `found` as depending on `inputs`, so that differentiating them raises; torch would take 0."""
+    """Return the gradients `found`, marked as functions of `inputs` that cannot be differentiated again.
+
+    A second differentiation raises Unsupported. Without the mark, torch would silently take the second derivative as 0.
+    """
     return Last.apply(len(found), *found, *inputs) if torch.is_grad_enabled() else found

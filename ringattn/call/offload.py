@@ -38,7 +38,10 @@ STEPS = 1 << 22
 
 
 class StreamedPlan(Plan):
-    """A plan whose ranks run one by one; in place of messages, they copy rows from host storage and gradients to it."""
+    """A plan for offloading: its ranks run one after another on one device and copy rows instead of sending messages.
+
+    A rank reads rows of other ranks from host storage, and writes its gradients for them to host storage.
+    """
 
     @cached_property
     def cache(self) -> Cache:
@@ -59,7 +62,7 @@ class StreamedPlan(Plan):
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Whole tensors in host memory, possibly mapped from a file, as a `Storage`."""
+    """A `Storage` of whole tensors in host memory; they may be mapped from a file."""
 
     tensors: dict[str, Tensor]
 
@@ -69,10 +72,10 @@ class HostTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRunner(Runner):
-    """Runs the ranks of a plan on one device, one after another, reading and writing host storage.
+    """Runs the ranks of a plan one after another on one device; inputs and results are in host storage.
 
-    `counters` count the copies that stand for messages. The copies of a rank's own q, k, v, out, lse and gradients are
-    not counted.
+    `counters` count the copies that replace messages, but not the copies of a rank's own q, k, v, out, lse and
+    gradients.
     """
 
     plan: StreamedPlan
@@ -80,7 +83,7 @@ class OffloadRunner(Runner):
     counters: Counters = field(default_factory=Counters, compare=False)
 
     def of_call(self, sinks: Tensor | None) -> OffloadRunner:
-        """A runner for one call: with its sinks and, if it drops weights, a seed."""
+        """A copy of this runner for one call, with the sinks of the call and, if the call has dropout, a seed."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
     def job(self, rank: int) -> Job:
@@ -125,9 +128,10 @@ class OffloadRunner(Runner):
         host.finish()
 
     def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
-        """Read q, k, v, out, lse and dout (dlse, too, with lse=True), write dq, and sum dk and dv in storage.
+        """Run the backward: read inputs, results and output gradients from storage, and write dq, dk and dv to it.
 
-        dk and dv in storage are fp32 (fp64 for fp64 inputs).
+        Reads q, k, v, out, lse, dout, and with lse=True also dlse. dk and dv are summed in storage, in fp32 (fp64 for
+        fp64 inputs).
         """
         host = Host(self.plan, storage, self.device, self.counters)
         sign = self.call.sign
@@ -215,13 +219,19 @@ def get_device(device: torch.device | str | None) -> torch.device:
 def row_bytes(
     *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
 ) -> tuple[int, int]:
-    """(bytes on the device per row of a chunk, bytes in storage per row of the results).
+    """(device bytes for each row of a chunk, host bytes for each row of the results).
 
-    Let e be the bytes of a number and w = max(e, 4). In the forward the device holds, in e bytes: q, out, the chunk's
-    own K/V block and two K/V buffers; in w bytes: the sums of out, one visit's output and, for kernels that compute in
-    fp32, q and one K/V block again; and lse with its partials. In the backward: in e bytes q, out, dO and the own K/V
-    block; in w bytes dq, dk, dv, the gradients of two visits, four buffers of K/V or dK/dV size and, for kernels that
-    compute in fp32, copies of q, out, dO and the own K/V block; and lse.
+    Let e be the bytes of a number and w = max(e, 4). The device holds in the forward:
+    - with e bytes per number: q, out, the chunk's own keys and values, and two buffers for keys and values of other
+      chunks;
+    - with w bytes per number: the sums of out, the output of one visit and, if the kernel computes in fp32, fp32 copies
+      of q and of one block of keys and values;
+    - lse and its partial results.
+    The device holds in the backward:
+    - with e bytes per number: q, out, dO, and the chunk's own keys and values;
+    - with w bytes per number: dq, dk, dv, the gradients of two visits, four buffers for keys and values or their
+      gradients and, if the kernel computes in fp32, fp32 copies of q, out, dO, and the chunk's own keys and values;
+    - lse.
     """
     item = ITEM_BYTES[dtype]
     w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
@@ -236,11 +246,12 @@ def row_bytes(
 
 
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
-    """The rows of a chunk that fits: half of the device's free memory divided by `row_bytes`, in multiples of 128.
+    """The largest number of rows for a chunk that takes at most half of the device's free memory.
 
-    `sizes` are those of `CompiledCall.sizes`. On the CPU, the results lie in the same memory, so their bytes per row
-    are added. Patterns whose heads see different numbers of keys need more buffers in the backward; give a smaller
-    chunk= for these. Raises OutOfMemory if one row does not fit.
+    A multiple of 128, if at least 128 rows fit. `row_bytes` gives the bytes of a row; `sizes` are the keyword arguments
+    in `CompiledCall.sizes`. On the CPU, the results take the same memory, so their bytes are subtracted first. Patterns
+    whose heads see different numbers of keys need more buffers in the backward; pass a smaller chunk= for these. Raises
+    OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)
     if device.type == "cuda":

@@ -44,19 +44,21 @@ def make_plan(
     machine: Machine | str | None = None,
     rotate: str = "auto",
 ) -> Plan:
-    """The (cached) plan of attention with `pattern` (or its text) over `tokens` positions on `ranks` ranks.
+    """Make the plan of an attention call: what each of `ranks` ranks computes and sends, for `tokens` positions.
 
-    `heads` query heads share `kv_heads` (default: as many) key/value heads. `head_dim` is the width of q and k,
-    `value_dim` (default: the same) the width of v, and `dtype` the dtype of q, k and v. `comm_dtype` is the dtype in
-    which keys, values and their gradients travel between ranks: by default, K/V in their own dtype and gradients in
-    fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and gradients in every hop.
+    `pattern` is a Pattern or its text. Plans are cached. `heads` query heads share `kv_heads` (default: as many)
+    key/value heads. `head_dim` is the width of q and k, `value_dim` (default: the same) the width of v, and `dtype` the
+    dtype of q, k and v. `comm_dtype` is the dtype in which keys, values and their gradients travel between ranks: by
+    default, K/V in their own dtype and gradients in fp32 (fp64 for fp64 inputs); a narrower dtype rounds K/V once, and
+    gradients in every hop.
 
     `rotate` selects what travels in the backward: "kv" (pass-KV: keys and values with the gradients of both), "q"
     (pass-Q, arXiv:2411.01783: queries with the gradients of out and of q, and with lse), or "auto", whichever sends
-    fewer bytes. With a `comm_dtype`, "auto" is "kv": with rounded queries, attention weights would differ from the
-    forward's. With a `q_layout`, `rotate` holds for the forward, too: in pass-Q, queries then travel with their (out,
-    lse) so far, in fp32 (fp64 for fp64 inputs), and "auto" takes for the forward what the timing model predicts to be
-    faster on `machine`. "q, kv" gives each pass its own: first the forward, then the backward.
+    fewer bytes. With a `comm_dtype`, "auto" is "kv", because with rounded queries the backward would compute other
+    attention weights than the forward. With a `q_layout`, `rotate` holds for the forward, too: in pass-Q, queries then
+    travel with their (out, lse) so far, in fp32 (fp64 for fp64 inputs), and "auto" takes for the forward what the
+    timing model predicts to be faster on `machine`. "q, kv" gives each pass its own: first the forward, then the
+    backward.
 
     If the queries are at other positions than the keys, `q_layout` is the Layout of the queries, or its name, and
     `q_tokens` their number (default: `tokens`); `tokens` and `layout` then describe the keys. For a chunk of 24 queries
@@ -93,7 +95,7 @@ def find_plan(
     schedule: str,
     machine: Machine | str | None,
 ) -> Plan:
-    """`make_plan` from a Pattern and checked `sizes`."""
+    """Like `make_plan`, but takes a Pattern instead of text, and sizes that have already been checked."""
     heads = sizes.heads
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
     names: tuple[str | Layout, ...] = (layout,)
@@ -160,7 +162,7 @@ def make_plans(
     machine: Machine | str | None = None,
     **options: Any,
 ) -> tuple[Plan, ...]:
-    """One plan for each of `patterns`, all on one layout: for a model whose layers have different masks.
+    """Make one plan for each of `patterns`, all with the same layout, for a model whose layers have different masks.
 
     `weights` are the numbers of layers with each pattern (default: 1); a pattern of weight 0 does not influence the
     layout. "balanced" is made for all patterns together, see `make_layout`. layout="auto" takes the layout with the
@@ -182,7 +184,7 @@ def make_plans(
 
 
 def simulate_layers(plans: Sequence[Plan], weights: Sequence[int], machine: Machine) -> float:
-    """Seconds of the forwards of all layers on a machine: `weights[i]` layers have the mask of `plans[i]`."""
+    """Predicted seconds of attention in a model's forward on `machine`; `weights[i]` layers use `plans[i]`."""
     from ..simulator.timing.auto import simulate_seconds  # as above
 
     return sum(weight * simulate_seconds(plan, machine) for plan, weight in zip(plans, weights, strict=True))

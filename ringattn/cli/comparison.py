@@ -40,15 +40,20 @@ def headlines(record: dict[str, Any]) -> Cells:
 
 
 def read_overrides(overrides: Sequence[str]) -> Cells:
-    """The overrides of a job as key: value; pattern.spec=... is listed as pattern, and other groups likewise."""
+    """A dict of the command-line settings `key=value` of a job.
+
+    A key such as pattern.spec is shortened to the name of its group, pattern.
+    """
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {key.removesuffix(".spec"): value.strip("'") for key, _, value in pairs}
 
 
 def print_jobs(jobs: Sequence[tuple[Cells, Cells]], title: str = TITLE, all_in: str = "") -> None:
-    """Print a table of `jobs`, pairs (settings, numbers): the settings that differ, and all numbers.
+    """Print a table that compares jobs, each a pair (settings, numbers).
 
-    Prints nothing for a single job. `all_in` ends the last line of a table that is cut, and says where all rows are.
+    The table shows all numbers, and the settings that differ between jobs. For a single job nothing is printed. If
+    there are too many rows, the last line counts the missing ones and ends in `all_in`, text that says where to find
+    all rows.
     """
     if len(jobs) < 2:
         return

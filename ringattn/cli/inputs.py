@@ -86,7 +86,10 @@ def _read_text(path: str | None, tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextSource:
-    """The bytes of a text, embedded and projected with weights from `seed`, with rotary positions on q and k."""
+    """q, k and v computed from a text: its bytes are embedded and projected with random weights drawn from `seed`.
+
+    q and k have rotary position embeddings.
+    """
 
     shape: InputShape
     data: np.ndarray
@@ -146,7 +149,10 @@ class FileSource:
         return self.view(name, r).clone()
 
     def view(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of q, k, v or dout; from a safetensors file, memory-mapped: loaded when they are read."""
+        """Rows `r` of q, k, v or dout, without a copy.
+
+        Rows of a safetensors file are memory-mapped: they are loaded when they are read.
+        """
         x = self.tensors[name]
         return x[:, :, r.start : r.stop : r.step] if isinstance(x, torch.Tensor) else x.rows(r)
 

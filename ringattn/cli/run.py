@@ -94,7 +94,7 @@ def _worker(config: RunConfig, transport: Transport, plan: Plan | None) -> dict[
 
 
 class RankRun(Run):
-    """A run in which this process is one rank; all that ranks exchange, even measurements, goes over the transport."""
+    """A run in which this process is one rank; ranks exchange all data, even measurements, over the transport."""
 
     def __init__(self, config: RunConfig, transport: Transport, plan: Plan | None) -> None:
         super().__init__(config, plan)
@@ -139,7 +139,7 @@ class RankRun(Run):
         x.copy_(stacked.amax(0) if top else stacked.sum(0))
 
     def write(self, path: Path, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Gather the shards on rank 0, which alone holds the whole output, and write them there."""
+        """Gather the output of all ranks on rank 0, and write it to `path` there."""
         layout = self.plan.layout
         sequences = []
         for x in (out.contiguous(), lse.unsqueeze(-1).contiguous()):

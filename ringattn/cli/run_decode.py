@@ -27,7 +27,10 @@ from .ranks import rank_device
 
 
 class DecodeRun:
-    """A decode on the virtual ranks of this process (`transport` None), or on one rank of a transport."""
+    """Fills a `KVCache` with a prompt, adds new tokens one at a time, and measures both.
+
+    This process is one rank of `transport`; with None, it computes all ranks as virtual ranks.
+    """
 
     def __init__(self, config: RunConfig, transport: Transport | None) -> None:
         sizes = (parse_size(x, name) for x, name in ((config.context, "context"), (config.new, "new")))

@@ -75,7 +75,7 @@ def check_memory(plan: Plan, rows: int) -> None:
 
 @dataclass
 class RankMeasurements:
-    """Measurements of one process: by pass, the seconds of each timed run and the bytes sent; bytes of memory."""
+    """What one process measured: seconds of each timed run and bytes sent, both by pass, and memory in bytes."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
@@ -86,7 +86,10 @@ class RankMeasurements:
 
 
 class Run:
-    """A run of virtual ranks in one process with the whole input. Subclasses run on several processes or offloaded."""
+    """A run of attention on virtual ranks in one process, with the whole input.
+
+    Subclasses run on several processes, or offloaded.
+    """
 
     rank = 0
     plan: Plan
@@ -102,7 +105,10 @@ class Run:
         self.cotangent: torch.Tensor | None = None
 
     def run(self) -> dict[str, Any] | None:
-        """Open the input, measure, compare with the oracle, write the output, print; returns the report on rank 0."""
+        """Run all steps of the command; returns the report on rank 0.
+
+        Opens the input, measures, compares the output with the oracle, writes the output, and prints the report.
+        """
         with show_progress(Console(file=progress_stream()), shown=self.rank == 0) as self.tell:
             self.open()
             out, lse, measurements = self.measure()
@@ -113,7 +119,7 @@ class Run:
         return self.report(processes, error) if self.rank == 0 else None
 
     def open(self) -> None:
-        """Open the input, plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
+        """Open the input, make the plan, and load the rows of this process into `inputs`. Raises InvalidInput."""
         source = open_source(self.config)
         self.plan = self.made_plan or plan_run(self.config, source, self.ranks)
         check_memory(self.plan, sum(map(self.plan.layout.rows, self.executed_ranks())))
@@ -234,7 +240,10 @@ class Run:
         return result
 
     def compare(self, out: torch.Tensor) -> float | None:
-        """The largest error of the sampled rows, relative to the largest output in fp64; None without sampled rows."""
+        """The largest error of the sampled output rows, divided by the largest exact value; None without sampled rows.
+
+        Exact values are computed in fp64.
+        """
         positions, rows = self.positions(), sampled_rows(self.plan.tokens, self.config.sample)
         if not rows or not out.shape[0]:
             return None

@@ -21,20 +21,20 @@ SIGNALS: dict[int, tuple[str, int, Any]] = {
 
 
 def ending_at_once() -> AbstractContextManager[None]:
-    """Within the block, a signal ends the process at once, without cleanup.
+    """Context manager in which SIGINT or SIGTERM ends the process immediately, without cleanup.
 
-    The signal raises no exception, as imports, Hydra and OmegaConf would take that for an error of their own. Signals
-    that are ignored, or have handlers of the caller's own, stay as they are.
+    No exception is raised, because imports, Hydra and OmegaConf would treat it as an error of their own. A signal that
+    is ignored, or for which the caller has installed a handler, is left alone.
     """
     return handling({number: (default, _end) for number, (_, _, default) in SIGNALS.items()})
 
 
 @contextmanager
 def ending_tidily(launched: bool) -> Iterator[None]:
-    """Within the block, nested in `ending_at_once`, a signal raises an exception: the process cleans up, then exits.
+    """Context manager in which SIGINT or SIGTERM raises an exception, so that the process cleans up and exits.
 
-    `launched`: this process is a rank of a launched job; SIGTERM then ends it at once, as it may be waiting in a
-    collective, where Python handles no signals.
+    Use it inside `ending_at_once`. Set `launched` if this process is a rank of a launched job: SIGTERM then ends it
+    immediately, because it may be waiting in a collective, where Python cannot handle signals.
     """
     try:
         with (

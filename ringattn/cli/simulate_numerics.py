@@ -31,9 +31,10 @@ MAX_RANKS = 1 << 24
 
 
 def main(config: SimulateConfig) -> dict[str, Any]:
-    """Execute the plan, print the report, and write it as JSON if a path is given; returns the JSON record.
+    """Execute the plan, print a report, write it as JSON if a path is given, and return it.
 
-    Raises NumericsFailure if the numbers or the ledger are wrong, or if an injected fault is not noticed.
+    Raises NumericsFailure if numbers are wrong, if a query-key pair was not computed exactly once, or if an injected
+    fault was not detected.
     """
     refuse_windows("mode=numerics")
     options = config.numerics

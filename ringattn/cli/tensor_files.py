@@ -75,7 +75,7 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], to
 
 
 def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, for those of `names` that it has. Raises InvalidInput."""
+    """Read the tensors called `names` from a safetensors file; missing names are left out. Raises InvalidInput."""
     try:
         with safe_open(path, "pt") as checked:  # checks the header and the file size
             stored_names = list(checked.keys())
@@ -97,7 +97,7 @@ def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTens
 
 
 def read_npz(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The arrays of an npz file, for those of `names` that it has. Raises InvalidInput."""
+    """Read the arrays called `names` from an npz file; missing names are left out. Raises InvalidInput."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in names if name in arrays}

@@ -12,11 +12,13 @@ MERGES, WINDOWS = ("auto", "gather", "scatter"), ("shard", "copy")
 
 
 def merge_seconds(machine: Machine, size: int, ranks: int, stride: int = 1, merge: str = "auto") -> tuple[str, float]:
-    """The way ("gather" or "scatter") in which ranks merge `size` bytes of out and lse each, and its modelled seconds.
+    """(way, seconds): how ranks merge their partial results of `size` bytes each, and the predicted time.
 
-    The `ranks` ranks are `stride` apart. gather: every rank sends everything to every other rank, in one round.
-    scatter: every rank gets its share of the heads from all others, merges it, and sends them the result: two rounds
-    with 1 / `ranks` of the bytes each. auto: the faster one.
+    The way is "gather" or "scatter". The `ranks` ranks are `stride` apart.
+    - "gather": every rank sends its whole result to every other rank, in one round.
+    - "scatter": every rank receives 1 / `ranks` of the heads from all others, merges them, and sends them the merged
+      part: two rounds with 1 / `ranks` of the bytes each.
+    - "auto": the faster of the two.
     """
     gather, scatter = (_exchange_seconds(machine, part, ranks, stride) for part in (size, size / ranks))
     seconds = {"gather": gather, "scatter": 2 * scatter}

@@ -52,7 +52,7 @@ STEP_OPTIONS = ("kernel", "scale", "softcap", "deterministic", "machine", "check
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens, of a prompt chunk or of a step, that pass through the layers one after another."""
+    """The new tokens of one prompt chunk or one step, while the layers process them one after another."""
 
     kind: str
     new: range
@@ -64,7 +64,7 @@ class NewTokens:
 
 
 class KVCache:
-    """Keys and values of `layers` layers, each row on one rank, and attention of new tokens to them.
+    """A cache of keys and values for `layers` layers, sharded over ranks; it computes attention of new tokens to them.
 
     patterns: one pattern for all layers, or one for each, as a Pattern or its text, over positions. A pattern for one
         length only, such as Documents or a family with density=, needs that length as `max_tokens`.
@@ -72,11 +72,11 @@ class KVCache:
         process: tensors then hold the rows of all ranks, in natural order.
     layout: the name of the layout that shards each prompt chunk. Rows stay on the ranks that computed them.
     page: tokens per page. New tokens of a step fill one page after another, page p is on rank p % P, and memory grows
-        and is freed by pages. Rows that no later query sees are dropped, except those that are needed if `crop` goes
-        back by up to one page.
+        and is freed by pages. The cache drops rows that no later query sees; it keeps enough of them that `crop` can go
+        back by one page.
     max_tokens: the maximum number of tokens of a row.
-    merge: how a step merges the ranks' partials: "gather" in one round of P - 1 messages per rank, "scatter" in two
-        with 2 / P of the bytes, or "auto", the faster one on the links of `machine`.
+    merge: how a step merges the results of the P ranks: "gather" in one round of P - 1 messages per rank, "scatter" in
+        two rounds with 2 / P of the bytes, or "auto", the way that is predicted to be faster on `machine`.
     windows: where layers with a window, whose queries see a bounded number of keys, hold them: "shard", spread over the
         ranks as in other layers; or "copy", whole on every rank, so that a step of these layers sends no message.
     dtype: the dtype that keys and values are rounded to and stored in; None: their own.
@@ -187,10 +187,11 @@ class KVCache:
         return torch.from_numpy(layout.positions(self._ranks[0])) + first
 
     def crop(self, tokens: int | Sequence[int]) -> None:
-        """Keep the first `tokens` slots; if `tokens` < 0, drop the last -`tokens`. A sequence crops row by row.
+        """Remove the last tokens: keep the first `tokens` slots or, if `tokens` < 0, remove the last -`tokens` slots.
 
-        One number counts slots, padding included; the numbers of a sequence count only tokens. An empty cache is like
-        new, and takes any batch. Raises InvalidInput if this needs rows that were dropped.
+        A single number counts slots, which include padding. A sequence gives the number of tokens, without padding, to
+        keep for each row of the batch. After removing all tokens, the cache is like new and takes any batch size.
+        Raises InvalidInput if rows would be needed that were already dropped.
         """
         self._check_event("crop")
         if isinstance(tokens, int | np.integer):
@@ -229,9 +230,9 @@ class KVCache:
             holdings.settle()
 
     def fork(self, rows: Sequence[int] | Tensor) -> None:
-        """From now on, row i of the batch continues what is now row rows[i], as in beam search.
+        """Replace the rows of the batch: the new row i continues the old row rows[i], as beam search needs it.
 
-        Rows share memory where they can. Raises InvalidInput for a row outside the batch.
+        New rows share memory where they can. Raises InvalidInput for a row outside the batch.
         """
         self._check_event("fork")
         rows = _whole_numbers("fork", rows)
@@ -321,15 +322,16 @@ class KVCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
         note: str = "", **options: Unpack[AttentionKeywords],
     ) -> Any:  # fmt: skip
-        """Attention of T >= 1 new tokens, which all ranks hold: out [B, H, T, Dv], bit-identical on all ranks.
+        """Add T >= 1 new tokens; returns their attention, out [B, H, T, Dv], with equal bits on all ranks. Collective.
 
-        q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after rotary embeddings. `sinks` [H]
-        are as in `ring_attention`. `options` are its kernel, scale, softcap, deterministic, machine and check. With
-        `return_lse` returns (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as a digest of
-        the tokens; ranks compare that of the first layer.
+        All ranks hold the new tokens: q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after
+        rotary embeddings. `sinks` [H] are those of `ring_attention`. `options` are kernel, scale, softcap,
+        deterministic, machine and check of `ring_attention`. With `return_lse` returns (out, lse [B, H, T]). `note` is
+        a text that must be equal on all ranks, such as a digest of the tokens; ranks compare the `note` given with the
+        first layer.
 
-        Collective. If the cache or the step of a rank differs, every rank raises Mismatch. Raises CommFailure if a rank
-        is gone, InvalidInput and Unsupported.
+        If the caches or steps of the ranks differ, every rank raises Mismatch. Raises CommFailure if a rank has ended,
+        InvalidInput and Unsupported.
         """
         opens = self._event is None
         with self._report("step", deferred=not opens, check=options.get("check")):

@@ -30,7 +30,7 @@ Kept = list[list[Ranges]]
 
 @dataclass(frozen=True)
 class HeldRows(Composed):
-    """The layout of a cache and a new chunk: rank r has the rows `shards[r]`, in that order."""
+    """The layout of the tokens in a cache and of a new chunk: rank r holds the rows `shards[r]`, in this order."""
 
     shards: tuple[Ranges, ...]
 
@@ -63,12 +63,13 @@ class HeldRows(Composed):
 
 
 class Holdings:
-    """The slots that ranks hold in the layers of one pattern: by rank and block (`store.Block`), in local order.
+    """Records which slots of a cache each rank holds, for all layers with the same pattern.
 
-    A slot is the place of a token in the cache, padding included. Ranks add rows to their last block only. With
-    `copies` every rank holds all slots. No new query may be before slot `floor`, as keys that it sees may have been
-    dropped. While layers take new tokens, `keys` is the layout of the held slots and the chunk, `needed` the slots that
-    later queries see, and `kept` the rows to keep afterwards.
+    A slot is the place of a token in the cache; padding has slots, too. `held` lists slots by rank and block
+    (`store.Block`), in local order; new rows are added only to a rank's last block. With `copies`, every rank holds all
+    slots. New queries must be at slot `floor` or later, because keys that earlier queries see may have been dropped.
+    While layers process new tokens, `keys` is the layout of the held slots and the new chunk, `needed` are the slots
+    that later queries see, and `kept` are the rows to keep afterwards.
     """
 
     def __init__(self, ranks: int, *, copies: bool) -> None:
@@ -81,9 +82,10 @@ class Holdings:
         self._calls: dict[object, tuple[Work, ...]] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
-        """Add the slots of new tokens, of a `prompt` or of a step; rank r owns those in `shards[r]`.
+        """Add slots for new tokens; rank r holds those in `shards[r]`.
 
-        `needed` are the slots that queries from `floor` on see; None: nothing is dropped now.
+        Set `prompt` for a prompt chunk, not for a step. `needed` are the slots that queries from slot `floor` on see;
+        with None, no slot is dropped now.
         """
         count = sum(len(run) for shard in shards for run in shard)
         if prompt:
@@ -102,7 +104,10 @@ class Holdings:
             self.floor = floor
 
     def shards(self) -> list[Ranges]:
-        """The slots of each rank, without overlap: with copies, each rank is assigned only its `part` of them."""
+        """The slots of each rank, without overlap.
+
+        If every rank holds a copy of all slots, each rank is assigned only its share of them (`part`).
+        """
         held = [tuple(run for block in blocks for run in block) for blocks in self.held]
         if not self.copies:
             return held
@@ -110,11 +115,14 @@ class Holdings:
         return [tuple(take(held[rank], self.part(rank, rows))) for rank in range(self.ranks)]
 
     def part(self, rank: int, rows: int) -> range:
-        """The share of a rank in `rows` rows that all ranks hold."""
+        """The share of a rank in `rows` rows: an equal, consecutive part for each rank."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def keep(self, runs: Ranges, least: int = 1) -> Kept | None:
-        """The local rows inside `runs`; `settle` drops the others. None if that would drop fewer than `least` rows."""
+        """Choose the slots in `runs` to keep; returns their local rows, by rank and block. `settle` drops the others.
+
+        Returns None and keeps everything if fewer than `least` rows would be dropped.
+        """
         pairs = [[split(block, runs) for block in blocks] for blocks in self.held]
         later = [[slots for slots, _ in blocks] for blocks in pairs]
         rows, remaining = (sum(len(r) for blocks in x for block in blocks for r in block) for x in (self.held, later))
@@ -124,7 +132,7 @@ class Holdings:
         return [[local for _, local in blocks] for blocks in pairs]
 
     def settle(self) -> None:
-        """Drop the rows that `keep` left out, after all layers have attended to them for the last time."""
+        """Drop the rows that `keep` did not choose; call this after all layers have used them for the last time."""
         self.held, self._later, self.keys, self.kept = self._later or self.held, None, None, None
         self._calls.clear()
 
@@ -133,7 +141,10 @@ class Holdings:
         self.held[rank].append([])
 
     def calls(self, rank: int, block: int, pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
-        """The kernel calls of queries at slots `q` to one block of a rank, as `Work`s on the block's local rows."""
+        """The kernel calls that compute attention of the queries at slots `q` to one block of a rank.
+
+        Each call is a `Work` whose keys are local rows of the block.
+        """
         key = rank, block, pattern, q, call
         if key not in self._calls:
             self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
@@ -165,7 +176,7 @@ def find_needed(patterns: Iterable[Pattern], queries: range, keys: range, heads:
 
 
 def take(slots: Sequence[range], rows: range) -> Iterator[range]:
-    """The slots of adjacent local rows."""
+    """The slots of the local rows `rows`, as ranges; `slots` are the slots of all local rows in order."""
     first = 0
     for run in slots:
         if some := run[max(rows.start - first, 0) : max(rows.stop - first, 0)]:
@@ -174,7 +185,7 @@ def take(slots: Sequence[range], rows: range) -> Iterator[range]:
 
 
 def split(block: Sequence[range], runs: Ranges) -> tuple[list[range], Ranges]:
-    """(those slots of a block that are in `runs`, their local rows)."""
+    """The slots of a block that are in `runs`, and their local rows in the block."""
     find = index_ranges(block) if block else None
     local = merge_runs(rows for run in runs for rows in find(run)) if find else ()
     parts: list[range] = []

@@ -26,7 +26,10 @@ RowGroups = Sequence[tuple[Pattern, Sequence[int] | None]]
 def attend(
     q: Tensor, slots: range, store: LayerStore, holdings: Holdings, rank: int, groups: RowGroups, call: CompiledCall
 ) -> Pair:
-    """(out [B, H, T, Dv], lse [B, H, T]), fp32 (fp64 for fp64), of queries at `slots` over the tokens of one rank."""
+    """Attention of the queries at `slots` to the keys that one rank holds: (out [B, H, T, Dv], lse [B, H, T]).
+
+    The results are in fp32 (fp64 for fp64).
+    """
     q, kernel, scale = align_rows(q), call.kernel, call.factor
     count, heads, rows, _ = q.shape
     found: list[tuple[Work, slice | None, Pair]] = []
@@ -52,11 +55,11 @@ def attend(
 
 
 def merge_ranks(rank: int, size: int, out: Tensor, lse: Tensor, merge: str, tags: Tags, label: str) -> Program[Pair]:
-    """The partials of all ranks, merged in rank order: equal bits on all ranks.
+    """Merge the partial results of all ranks in rank order; every rank gets the merged (out, lse), with equal bits.
 
-    "gather": every rank sends its partial to all others and merges them: size - 1 messages, one round. "scatter": each
-    rank merges its share of the (head, row) pairs and sends it to all others: twice the messages, 2 / size of the
-    bytes.
+    - "gather": every rank sends its partial result to all others and merges all of them: size - 1 messages, one round.
+    - "scatter": every rank merges its share of the (head, row) pairs and sends it to all others: twice as many messages
+      with 2 / size of the bytes.
     """
     if size == 1:
         return out, lse

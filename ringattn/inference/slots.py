@@ -20,7 +20,10 @@ HORIZON = 1 << 60
 
 @dataclass(frozen=True)
 class SlottedPattern:
-    """The pattern of some layers of a cache, over slots (places in the cache) instead of positions; see `Shifts`."""
+    """A pattern for layers of a cache; it translates positions of tokens to slots, their places in the cache.
+
+    Slots differ from positions in rows with padding; see `Shifts`.
+    """
 
     bound: Pattern
     heads: int
@@ -29,9 +32,9 @@ class SlottedPattern:
 
     @classmethod
     def of(cls, pattern: Pattern, heads: int, max_tokens: int | None) -> SlottedPattern:
-        """A pattern over slots, bound to the heads, and to `max_tokens` if it is for one length only.
+        """Make a SlottedPattern for `heads` heads; a pattern for one length only is bound to `max_tokens`.
 
-        Raises InvalidInput.
+        Raises InvalidInput if such a pattern does not fit, or if `max_tokens` is missing for it.
         """
         one, other = (pattern.bind(heads, tokens) for tokens in LENGTHS)
         try:
@@ -48,13 +51,13 @@ class SlottedPattern:
         return cls(one, heads, fixed)
 
     def view(self, shifts: Sequence[Shifts]) -> Pattern:
-        """The pattern over slots of the cache."""
+        """The pattern over slots instead of positions, for a batch whose rows have these shifts."""
         if all(of_row == UNSHIFTED for of_row in shifts):
             return Slotted(self.bound) if self.fixed else self.bound
         return Slotted(self.bound, tuple(shifts))
 
     def groups(self, shifts: Sequence[Shifts]) -> RowGroups:
-        """The patterns over slots, each with the rows of the batch that have it."""
+        """Pairs (pattern over slots, rows of the batch that have this pattern); None stands for all rows."""
         view = self.view(shifts)
         if view.rows is None:
             return [(view, None)]
@@ -64,7 +67,10 @@ class SlottedPattern:
         return [*groups.items()]
 
     def find_needed(self, shifts: Sequence[Shifts], first: int, last: int | None, stop: int) -> Ranges:
-        """The slots before `stop` that queries from `first` to `last` (None: no end) see, and possibly more."""
+        """Ranges of slots that contain every key before `stop` that some queries see; they may contain other slots.
+
+        The queries are at slots `first` to `last`; None: no end.
+        """
         if last is None and not self.bound.endless:
             return (range(stop),)
         views = [view for view, _ in self.groups(shifts)]
@@ -72,7 +78,7 @@ class SlottedPattern:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the number of keys that a query sees stays bounded as the sequence grows."""
+        """Whether queries see a limited number of keys, however long the sequence becomes."""
         if self.fixed or not self.bound.endless:
             return False
         counts = [sum(map(len, find_needed([self.bound], range(n, HORIZON), range(n), self.heads))) for n in LENGTHS]
@@ -80,7 +86,10 @@ class SlottedPattern:
 
 
 def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[int, Shifts]:
-    """(tokens, shifts) of a row of `length` tokens to which slots `new` are added; those in `runs` hold tokens."""
+    """Add the slots `new` to a row that has `length` tokens; returns its new number of tokens and its new shifts.
+
+    The slots in `runs` hold tokens; the others hold padding.
+    """
     added: list[tuple[int, int | None]] = [*shifts, (new.start, None)]
     for run in runs:
         added += [(run.start, run.start - length), (run.stop, None)]
@@ -89,7 +98,7 @@ def add_tokens(shifts: Shifts, length: int, new: range, runs: Ranges) -> tuple[i
 
 
 def crop_tokens(shifts: Shifts, cut: int, length: int) -> tuple[int, Shifts]:
-    """(tokens before slot `cut`, their shifts) of a row that has `length` slots."""
+    """Remove the slots from `cut` on from a row of `length` slots; returns its number of tokens and its new shifts."""
     count = sum(len(range(run.start, min(run.stop, cut))) for run in find_tokens(shifts))
     return count, _shorten([*(shift for shift in shifts if shift[0] < cut), (cut, None), (length, length - count)])
 

@@ -16,9 +16,10 @@ SHARED_ROWS = 256
 
 
 class Block:
-    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv]; the first `count` rows are in use.
+    """Keys [R, K, capacity, D] and values [R, K, capacity, Dv] of a cache; the first `count` of `capacity` are in use.
 
-    `of` maps each row of the batch to one of the R rows; None: R is the batch.
+    Rows of the batch can share memory: row i of the batch has the keys at index `of[i]`, 0 <= `of[i]` < R. If `of` is
+    None, the rows of the batch are the R rows in order.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Block:
         self.count = count
 
     def keep(self, local: Ranges, page: int) -> None:
-        """Keep only these rows."""
+        """Keep only the local rows in `local`; memory shrinks by multiples of `page` rows."""
         count = sum(map(len, local))
         if local not in ((), (range(count),)):
             self._move(local, self.tensors, -(-count // page) * page)
@@ -55,7 +56,10 @@ class Block:
         self.tensors = tuple(moved)
 
     def share(self, rows: Sequence[int]) -> None:
-        """From now on, row i of the batch is what is now row rows[i]. Frees rows that are no longer used."""
+        """Replace the rows of the batch: the new row i refers to the memory of the old row rows[i].
+
+        Frees memory to which no row refers any more.
+        """
         of = list(rows) if self.of is None else [self.of[row] for row in rows]
         used = sorted({*of})
         if self.tensors and len(used) < self.tensors[0].shape[0]:
@@ -65,11 +69,14 @@ class Block:
         self.of = None if of == [*range(held)] or not held else of
 
     def copy(self, rows: Sequence[int]) -> None:
-        """Like `share`, but each row of the batch gets its own copy."""
+        """Like `share`, but every row of the batch gets its own copy in memory."""
         self.tensors = tuple(x[list(rows)] for x in self.tensors)
 
     def batches(self, rows: Sequence[int] | None, count: int) -> Iterator[tuple[slice | None, tuple[Tensor, ...]]]:
-        """Pairs (rows of the batch, their keys and values): one for each of `rows`; None: one for the whole batch."""
+        """Pairs (rows of the batch, their keys and values), one for each row in `rows`; None: all rows.
+
+        If `rows` is None and no rows share memory, a single pair (None, tensors) stands for the whole batch.
+        """
         if rows is None and self.of is None:
             yield None, self.tensors
             return
@@ -91,12 +98,16 @@ class LayerStore:
             self.blocks[-1].append((k, v), self.page)
 
     def trim(self, kept: Kept | None, rank: int) -> None:
-        """Keep only the rows that `Holdings.keep` lists for a rank; None keeps all."""
+        """Keep only the rows that `Holdings.keep` returned for this rank; with None, keep all."""
         for block, rows in zip(self.blocks, kept[rank], strict=True) if kept else ():
             block.keep(rows, self.page)
 
     def fork(self, rows: Sequence[int], *, seal: bool) -> None:
-        """Let row i of the batch continue row rows[i]. With `seal`, share all blocks and begin a new one."""
+        """Replace the rows of the batch: the new row i continues the old row rows[i].
+
+        With `seal`, the rows share all blocks, and new keys go to a new block. Otherwise the last block is copied for
+        each row.
+        """
         for block in self.blocks if seal else self.blocks[:-1]:
             block.share(rows)
         if seal:
@@ -115,7 +126,10 @@ class LayerStore:
         return sum(x.numel() * x.element_size() for block in self.blocks for x in block.tensors)
 
     def whole(self) -> tuple[Tensor, ...]:
-        """k [B, K, n, D] and v [B, K, n, Dv] of all rows: views of one block, else a copy; () if there are no rows."""
+        """k [B, K, n, D] and v [B, K, n, Dv] with the rows of all blocks; () if there are no rows.
+
+        Views if there is one block, otherwise a copy.
+        """
         parts = [
             tuple((x if block.of is None else x[block.of])[:, :, : block.count] for x in block.tensors)
             for block in self.blocks

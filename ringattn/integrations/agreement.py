@@ -35,10 +35,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far logits and gradients of a parallelized model are from those on one rank with eager attention.
+    """How much a parallelized model differs from the same model on one rank with eager attention.
 
-    `logits` and `gradients` are relative to the largest value of the eager model; `bound` is the most that rounding can
-    explain. `unseen` names what was not compared.
+    `logits` and `gradients` are the largest differences, relative to the largest value of the eager model. `bound` is
+    the largest difference that rounding can explain. `unseen` names what was not compared.
     """
 
     logits: float
@@ -49,15 +49,16 @@ class Agreement:
 
 
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
-    """Compare a parallelized model with its eager self on its ranks, forward and backward. Collective.
+    """Check that a parallelized model gives the logits and gradients that it has on one rank. Collective.
 
-    Without a head the last hidden states are compared instead of logits. `Agreement.unseen` names what is not compared.
+    Each rank compares the ring with transformers' eager attention on two random packed documents of `tokens` tokens in
+    total: it also runs each document alone, without other ranks. For an encoder-decoder model, the encoder gets one
+    document, and the decoder two thirds of it. For a model without a head, the last hidden states are compared instead
+    of logits. `Agreement.unseen` names what is not compared. Takes memory for two copies of the gradients.
 
-    Two random packed documents, `tokens` tokens in total, run through the ring. Each rank also runs each document,
-    whole and on its own, through the model's eager attention (an encoder gets one document, its decoder two thirds of
-    it). Needs memory for two copies of the gradients. A sliding window of W keys is tested only if the first document
-    has more than W tokens, so fewer `tokens` raise InvalidInput. Raises Mismatch on every rank if logits or gradients
-    differ by more than rounding, or if the ranks differ in `tokens` or `seed`.
+    Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if `tokens` or `seed` differ
+    between ranks. Raises InvalidInput if a sliding window of W keys would not be tested because the first document has
+    at most W tokens; give more `tokens`.
     """
     model = unwrap_adapters(model)
     ring: Any = getattr(model, STATE, None)
@@ -169,10 +170,10 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
-    """Raise Unsupported for a model that mixes rows outside of transformers' attention functions. Sends no messages.
+    """Raise Unsupported if a model mixes the rows of different tokens outside of transformers' attention functions.
 
-    `run`, the model or its forward, computes a few tokens together, with attention left out, and then some of them
-    alone: the results must be equal. Training modes, gradients and random generators stay unchanged.
+    `run` is the model or its forward. It computes a few tokens together with attention left out, and then some of them
+    alone: the results must be equal. Training modes, gradients and random generators are unchanged. Sends no messages.
     """
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
     tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
@@ -189,7 +190,7 @@ def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> No
     tables = set(find_tables(model).values()) if ring.crosses else set()
 
     def rows_of(places: Tensor) -> Tensor:
-        """The results [n, d] of the tokens at `places` [B, n]."""
+        """Run the model on the tokens at `places` [B, n] alone; returns their results [B * n, d]."""
         here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
         more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}

@@ -54,15 +54,16 @@ _fastest: dict[tuple[LayerMasks, int], str] = {}
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """A value for `layout=` of `parallelize` and `shard_batch` that balances every packed batch by its documents.
+    """The masks of a model's layers: as `layout=`, it shards every packed batch so that ranks have equal work.
 
-    Batches without packed documents are cut by zigzag.
+    For `parallelize` and `shard_batch`. Batches without documents are sharded by "zigzag".
 
     patterns: the distinct masks of the layers, without documents.
     weights: the number of layers with each mask.
-    most_runs: the most runs of adjacent tokens on a rank; recurrent layers need few.
-    sizes: arguments of `make_plans`. With them, batches are balanced only if the first one is predicted to be faster
-        balanced than in contiguous or zigzag shards.
+    most_runs: the largest number of runs of adjacent tokens on a rank; None: no limit. Recurrent layers are faster with
+        few runs.
+    sizes: arguments of `make_plans`. With them, balanced shards are used only if the first batch is predicted to be
+        faster with them than with contiguous and zigzag shards.
     """
 
     patterns: tuple[Pattern, ...]
@@ -78,9 +79,10 @@ class LayerMasks:
         return cls(tuple(make_pattern(window, causal) for window in layers), tuple(layers.values()))
 
     def cut(self, borders: Tensor | Documents, ranks: int) -> Layout:
-        """The Layout of a batch with these documents; `borders` is `cu_seq_lens_q` in the result of `shard_batch`.
+        """The Layout of a batch with these documents.
 
-        Takes about 10 ms for 128k tokens on 64 ranks; done once for all layers of a call.
+        `borders` are the documents, or `cu_seq_lens_q` from the result of `shard_batch`. Takes about 10 ms for 128k
+        tokens on 64 ranks, once for all layers of a call.
         """
         documents = borders if isinstance(borders, Documents) else read_borders(borders)
         patterns, tokens = [pattern & documents for pattern in self.patterns], documents.row(0).starts[-1]
@@ -101,7 +103,10 @@ class LayerMasks:
 
 
 def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, borders: Tensor | Documents | None) -> Layout:
-    """The Layout of a batch with these document borders; None: one document per row. Raises InvalidInput."""
+    """The Layout of a batch; `borders` are its document borders, or None if each row is one document.
+
+    Raises InvalidInput.
+    """
     if isinstance(layout, LayerMasks) and borders is not None:
         return layout.cut(borders, ranks)
     return make_layout("zigzag" if isinstance(layout, LayerMasks) else layout, tokens=tokens, ranks=ranks)
@@ -153,11 +158,11 @@ def cut_rows(
     batch: Batch, group: ProcessGroup | DeviceMesh | None, layout: str | Layout | LayerMasks,
     cu_seqlens: Borders | None, shift: int, alone: str | None = None, first: int = 0,
 ) -> Tensors:  # fmt: skip
-    """`shard_batch` without a decoder.
+    """The part of `shard_batch` for models without a decoder.
 
-    alone: an attention implementation, such as "sdpa": rows without packed documents then have the loss that one
-        process has with it, which counts labels on padding and, if the model's first position is 0, padding as
-        positions.
+    `alone` names the attention implementation, such as "sdpa", that one process would use. Then rows without packed
+    documents get the loss that one process would compute with it. This loss includes labels on padding. If the model's
+    first position is 0, positions also count padding.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
@@ -223,10 +228,10 @@ def _shard_both(
 
 @dataclass(frozen=True)
 class Collator:
-    """A data collator that returns this rank's rows of the batch of whole sequences that `inner` makes.
+    """A data collator: `inner` makes a batch of whole sequences, of which the Collator returns this rank's rows.
 
-    All ranks of `group` must be given the same examples: let the sampler shard by data-parallel rank only. Where
-    position_ids restart within a row, a packed document begins; rows may have different documents.
+    All ranks of `group` must be given the same examples, so the sampler must distribute them by data-parallel rank
+    only. A packed document begins where position_ids restart within a row; rows may have different documents.
     """
 
     inner: Any
@@ -240,7 +245,10 @@ class Collator:
 
 
 def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
-    """(tensors to cut along tokens, other ones: labels per sequence and embeddings, borders). Raises InvalidInput."""
+    """Split a batch into (tensors to shard along tokens, all other tensors, document borders). Raises InvalidInput.
+
+    The other tensors are labels per sequence and embeddings. Borders are None if the batch has none.
+    """
     if not isinstance(batch, Mapping):
         raise InvalidInput(f"a batch is a dict of tensors such as {{'input_ids': ids}}, got {type(batch).__name__}")
     kept = {name: x for name, x in batch.items() if name not in ("cu_seq_lens_k", "max_length_q", "max_length_k")}
@@ -279,9 +287,10 @@ def _is_of_sequences(name: str, batch: Tensors) -> bool:
 
 
 def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
-    """int64: a hash of each tensor of a whole batch (0 if absent), the number of labels, and the largest position.
+    """Numbers by which ranks compare a whole batch, int64 [n], on the device of the batch.
 
-    The result stays on the device of the batch, so that the host need not wait.
+    They are a hash of each tensor (0 if it is absent), the number of labels, and the largest position. Because they
+    stay on the device, the host need not wait for them.
     """
     tokens = batch["input_ids"]
     whole = dict(batch) if documents is None else {**batch, "cu_seqlens": write_borders(documents, tokens)}
@@ -293,7 +302,7 @@ def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
 
 
 def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Tensor | None) -> Tensors:
-    """The shifted labels [B, N] and loss weights of a whole batch; no label where mask is 0. Raises InvalidInput."""
+    """The shifted labels [B, N] and the loss weights of a whole batch; padding has no label. Raises InvalidInput."""
     tokens, labels, weights = batch["input_ids"], batch.get("labels"), batch.get("loss_weights")
     if "shift_labels" in batch:
         labels, shift = batch["shift_labels"], False
@@ -320,9 +329,10 @@ def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Ten
 
 
 def compare_batches(records: list[list[int]]) -> list[int]:
-    """The number of rows of each rank. A rank's record is [rows] or [rows, *`digest_batch`].
+    """Check that all ranks were given the same batch; returns the number of rows of each rank.
 
-    Raises Mismatch on every rank if digests differ; ranks without one are not compared.
+    `records` has for each rank [rows] or [rows, *numbers of `digest_batch`]. Raises Mismatch on every rank if these
+    numbers differ; ranks without them are not compared.
     """
     first, *others = [rank for rank, record in enumerate(records) if len(record) > 1] or [0]
     for rank in others:
@@ -337,7 +347,10 @@ def compare_batches(records: list[list[int]]) -> list[int]:
 
 
 def read_borders(borders: Tensor) -> Documents:
-    """The documents with these borders; the same tensor is copied to the host only once."""
+    """The Documents with these borders, a tensor in the format of `write_borders`.
+
+    The same tensor is copied to the host only once.
+    """
     if borders not in _borders:
         _borders[borders] = Documents(cu_seqlens=borders.tolist())
     return cast(Documents, _borders[borders])
@@ -391,7 +404,7 @@ def _find_begins(batch: Batch) -> Tensor:
 
 
 def count_positions(tokens: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
-    """Positions [B, N], counted from the first real token of each document or row."""
+    """Position ids [B, N] that count from the first token of each document or row that is not padding."""
     real = torch.ones_like(tokens) if mask is None else mask.ne(0).long()
     counted = real.cumsum(-1)
     if documents is not None:

@@ -154,7 +154,7 @@ def _context(ring: dict[str, Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterat
 
 
 def options_here() -> dict[str, Any]:
-    """The arguments of `ring_attention` of the innermost context."""
+    """The arguments of `ring_attention` that the innermost active `context_parallel` sets."""
     options = dict(_entered[-1])
     number = options.pop("number")
     if number is not None and torch.compiler.is_compiling():  # a tensor, as a graph treats a global int as constant
@@ -175,10 +175,10 @@ def context_parallel_unshard(
     *,
     layout: str | Layout = "zigzag",
 ) -> list[Tensor]:
-    """The tensors of whole sequences, from the ranks' rows, on every rank. Collective, not differentiable.
+    """Gather whole sequences from the rows of all ranks, on every rank. Collective, not differentiable.
 
-    Each buffer holds this rank's rows along its dim, cut by `layout`, that of the context. Raises Mismatch if other
-    dims differ between ranks.
+    Each buffer holds this rank's rows along its dim in `seq_dims`; `layout` is the one with which `context_parallel`
+    sharded it. Raises Mismatch if other dims differ between ranks.
     """
     check_group(mesh)  # None would mean all ranks
     whole = []
@@ -200,7 +200,7 @@ def attend_rows(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What `scaled_dot_product_attention` computes in a context; the arguments are torch's."""
+    """The function that replaces `scaled_dot_product_attention` in `context_parallel`; the arguments are torch's."""
     from torch.distributed.tensor import DTensor, Shard  # takes a second to load
 
     if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
@@ -237,7 +237,10 @@ def attend_by_mask(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """What `flex_attention` computes in a context; the arguments are torch's. `kernel_options` have no effect."""
+    """The function that replaces `flex_attention` in `context_parallel`; the arguments are torch's.
+
+    `kernel_options` have no effect.
+    """
     # torch's function runs this code with its own globals.
     from ringattn.call.functional import ring_attention
     from ringattn.errors import Unsupported
@@ -258,7 +261,10 @@ def attend_by_mask(
 
 
 def read_mask(mask: BlockMask) -> Pattern:
-    """The pattern of a BlockMask of whole sequences; each mask is read once. Raises what `from_block_mask` raises."""
+    """The pattern that a BlockMask of whole sequences describes; each mask is converted only once.
+
+    Raises what `from_block_mask` raises.
+    """
     if not hasattr(mask, PATTERN):
         if torch.compiler.is_compiling():
             raise Unsupported("torch.compile cannot read this BlockMask; name it in buffers= of the context")

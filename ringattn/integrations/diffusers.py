@@ -56,17 +56,18 @@ def parallelize(
     cp_plan: dict[str, Any] | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> ModelMixin:
-    """Return `model`, which now shards its tokens over ring_degree * ulysses_degree ranks; calls are collective.
+    """Shard the tokens of a diffusers model over ring_degree * ulysses_degree ranks; returns `model`.
 
     config: `ring_degree` groups of `ulysses_degree` consecutive ranks. If ranks are also split along other axes, give
         it a `mesh` with axes named "ring" and "ulysses". The number of heads must be a multiple of `ulysses_degree`.
     cp_plan: where tokens are cut and gathered; None: the plan of the model's class.
     options: `kernel`, `machine`, `deterministic`, `comm_dtype`, `rotate`, `check` of `AttentionOptions`.
 
-    Call it instead of the model's `enable_parallelism(config=config)`. Any number of image or text tokens works, at
-    least one per rank: shards may differ by a token. Keys that are whole on every rank, as in Wan's cross-attention,
-    need no messages. All ranks get the same inputs and compute the loss from the gathered output; the mean of their
-    gradients, as DDP and FSDP take it, is the gradient of the loss.
+    Calls of the model are then collective. Call `parallelize` instead of the model's
+    `enable_parallelism(config=config)`. Any number of image or text tokens works, at least one per rank: shards may
+    differ by a token. Keys that are whole on every rank, as in Wan's cross-attention, need no messages. All ranks get
+    the same inputs and compute the loss from the gathered output; the mean of their gradients, as DDP and FSDP take it,
+    is the gradient of the loss.
 
     Raises Unsupported if a processor does not let diffusers choose its attention; InvalidInput without a plan, for
     degrees that do not match the ranks, and for a model that is parallel already. Calls raise Unsupported for causal

@@ -21,7 +21,7 @@ CROSS, PART = "_ringattn_cross", "_ringattn_part"
 
 
 def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The position tables of the encoder and the decoder, if they take `position_ids`."""
+    """The position embedding modules of the encoder and the decoder, by name; only those that take `position_ids`."""
     parts = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
     tables = {name: getattr(part, "embed_positions", None) for name, part in parts.items()}
     return {
@@ -32,7 +32,11 @@ def find_tables(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def attend_across(model: PreTrainedModel) -> None:
-    """Add hooks: they tell attention whether keys are the encoder's, and position tables this rank's positions."""
+    """Add hooks to an encoder-decoder model so that it can run on sharded sequences.
+
+    They tell each attention whether its keys come from the encoder, and give the position embeddings the positions of
+    this rank's rows.
+    """
     for module in model.modules():
         if not inspect.signature(module.forward).parameters.keys().isdisjoint(OTHERS):
             module.register_forward_pre_hook(_note_keys, with_kwargs=True)

@@ -62,7 +62,7 @@ def has_chunks(model: Any) -> bool:
 
 
 def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """The window of each attention layer, in keys, the row's own included; None: no limit. Read from the config."""
+    """How many keys each attention layer sees, its own position included, by layer; None: no limit. From the config."""
     config = model.config.get_text_config()
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if kinds is None:
@@ -76,7 +76,10 @@ def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
 
 
 def make_pattern(window: int | None, causal: bool = True) -> Pattern:
-    """The pattern of a layer. A window of W keys includes the row's own: Window(W - 1), to both sides if not causal."""
+    """The pattern of a layer that sees `window` keys, its own position included; None: no limit.
+
+    `window` keys are Window(window - 1); if not causal, as many keys after a query are seen as before it.
+    """
     pattern: Pattern = Causal() if causal else Full()
     return pattern if window is None else pattern & Window(window - 1, 0 if causal else window - 1)
 
@@ -122,28 +125,38 @@ class RingCache(Cache):  # type: ignore[misc]
 
     @property
     def place(self) -> int:
-        """The index in `cache` of the layer for which `update` was last called."""
+        """The index within `cache` of the layer for which `update` was called last."""
         return self.places[self._layer]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """The inputs of a convolution. In a sharded prompt, `store_conv` then stores those of the last rank."""
+        """Store new inputs of a convolution as transformers does, and return the stored ones.
+
+        In a sharded prompt, nothing is stored and the new inputs are returned; `store_conv` later stores those at the
+        end of the prompt.
+        """
         if not self.sharded:
             return cast(Tensor, super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs))
         self._conv = layer_idx, state_idx
         return conv_states
 
     def conv_before(self, count: int) -> Tensor | None:
-        """The last `count` inputs [B, C, count] of the convolution that runs, before this prompt."""
+        """The last `count` inputs [B, C, count] of the running convolution before this prompt; None: there are none."""
         layer, place = self._conv
         before: Tensor | None = self.layers[layer].conv_states[place]  # 5.20 has no get_conv_state
         return None if before is None else before[..., before.shape[-1] - count :].clone()
 
     def store_conv(self, last: Tensor) -> None:
-        """Store the last inputs [B, C, K - 1] of a prompt; the state has one column more, which is not read."""
+        """Store the last inputs [B, C, K - 1] of a prompt as the state of the convolution.
+
+        transformers expects one column more, which it does not read.
+        """
         super().update_conv_state(nn.functional.pad(last, (1, 0)), *self._conv, conv_kernel_size=last.shape[-1] + 1)
 
     def count(self, rows: int, logits: Tensor, note: str | None) -> None:
-        """For a model without attention, count new tokens, `rows` of them on this rank; logits are [B, ...]."""
+        """Count new tokens in the cache of a model without attention, of which `rows` are on this rank.
+
+        logits are [B, ...]. `note` is the digest of a step's tokens, or None for a prompt.
+        """
         none = torch.zeros(len(logits), 1, rows, 8, device=logits.device)
         if note is None:
             self.cache.prefill(0, none, none, none)
@@ -151,7 +164,7 @@ class RingCache(Cache):  # type: ignore[misc]
             self.cache.step(0, none, none, none, note=note)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Return the new keys and values unchanged; attention stores them.
+        """Remember the layer, and return the new keys and values unchanged; attention stores them later.
 
         Raises InvalidInput if the cache belongs to another model.
         """
@@ -165,22 +178,22 @@ class RingCache(Cache):  # type: ignore[misc]
         return self.cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(number of keys, offset of the first): all keys."""
+        """(number of keys, index of the first key), for transformers' masks: always all keys, from index 0."""
         return self.cache.length + query_length, 0
 
     @property
     def is_sliding(self) -> list[bool]:
-        """False for each layer, even with a window: each reports the length of all tokens."""
+        """False for every layer: even layers with a window report the length of all tokens."""
         return [False] * len(self)
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has no keys and values."""
+        """For each layer, whether it is a recurrent layer, which has no keys and values."""
         return [layer not in self.windows for layer in range(len(self))]
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works: recurrent states do not go back."""
+        """Whether `crop` works: not if the model has recurrent states that cannot return to an earlier token."""
         return all(layer.is_croppable for layer in self.recurrent)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -195,7 +208,7 @@ class RingCache(Cache):  # type: ignore[misc]
             self.cache.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue row i from row beam_idx[i]."""
+        """Replace the rows of the batch: the new row i continues the old row beam_idx[i]."""
         for layer in self.recurrent:
             layer.reorder_cache(beam_idx)
         self.cache.fork(beam_idx)
@@ -217,7 +230,7 @@ class RingCache(Cache):  # type: ignore[misc]
 
 @dataclass
 class Generation:
-    """State of one model call with a cache, for its attention and for the hook after the call."""
+    """What attention and the hook after a model call need to know about a call with a cache."""
 
     past: RingCache
     #: The digest of a step's tokens, which ranks compare; None for a prompt.
@@ -240,9 +253,9 @@ class Generation:
     def attend(
         self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
     ) -> Tensor:
-        """out [B, H, n, Dv] of a layer.
+        """Attention of one layer with the cache: out [B, H, n, Dv].
 
-        Raises Unsupported if the layer attends twice in a call, or its window is not the cache's.
+        Raises Unsupported if the layer attends twice in a call, or if its mask has another window than the config says.
         """
         layer, cache, place = self.past._layer, self.past.cache, self.past.place
         if layer in self.attended:
@@ -261,7 +274,10 @@ class Generation:
         return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
-        """`result`, with the logits of the positions that the caller asked for, gathered on every rank. Collective."""
+        """End the call; returns `result` with the logits of the positions that the caller asked for. Collective.
+
+        The logits are gathered on every rank.
+        """
         self.past.running = self.past.sharded = False
         if not self.past.windows:
             self.past.count(self.rows, result["logits"], self.note)
@@ -274,9 +290,10 @@ class Generation:
 
 
 def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> RingCache:
-    """Return the cache of the running `generate`, emptied, for a call without a cache that computes all tokens again.
+    """Empty the cache of the running `generate` and return it, for a call that recomputes all tokens.
 
-    Phi-3 makes such a call when its rope changes. Raises Unsupported for any other call without a cache.
+    transformers makes such a call, without a cache, for Phi-3 when its rope changes. Raises Unsupported for any other
+    call without a cache.
     """
     most, ids = getattr(model.config, "original_max_position_embeddings", None), kwargs.get("input_ids")
     if most is None or ids is None or not past.cache.length <= most < ids.shape[1]:
@@ -291,11 +308,13 @@ def resume(model: PreTrainedModel, past: RingCache, kwargs: dict[str, Any]) -> R
 def begin(
     model: PreTrainedModel, ring: Any, past: RingCache | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Generation]:
-    """(this rank's arguments, the `Generation`) of a call with a cache. Collective for a prompt.
+    """Prepare a model call with a cache: returns this rank's arguments and the `Generation`.
 
-    past: the cache; None: that of the running `generate`, if the call did not get it.
-    kwargs: the arguments for the whole batch, equal on all ranks. Without position_ids, positions count all tokens of
-        the cache, padding included, as in transformers. Raises Unsupported and InvalidInput.
+    past: the cache; None if the call did not get it, then the cache of the running `generate` is used.
+    kwargs: the arguments for the whole batch, equal on all ranks. Without position_ids, positions count all tokens in
+        the cache, padding included, as in transformers.
+
+    Collective for a prompt. Raises Unsupported and InvalidInput.
     """
     group = ring.place.group
     ranks, transport = dist.get_world_size(group), get_transport(group)

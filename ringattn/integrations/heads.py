@@ -54,7 +54,10 @@ LABELS = ("labels", *ANSWERS)
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a sharded batch: its rows or, if packed, its documents, in order."""
+    """The sequences of a sharded batch, and which of them each row of this rank belongs to.
+
+    A sequence is a row of the batch or, in a packed batch, a document.
+    """
 
     #: [B, n]: the index of the sequence that each row of this rank belongs to.
     index: Tensor
@@ -66,9 +69,9 @@ class Sequences:
     group: ProcessGroup
 
     def pool(self, rows: Tensor, how: str) -> Tensor:
-        """A vector for each sequence, [sequences, d], from the rows [B, n, d] of all ranks.
+        """Combine the rows [B, n, d] of all ranks into one vector per sequence, [sequences, d].
 
-        Differentiable, collective.
+        `how` is "first", "last" or "mean". Differentiable, collective.
         """
         index, real = self.index.flatten(), self.real.flatten()
         weight = real.to(wide(rows.dtype))
@@ -90,7 +93,7 @@ class Sequences:
 
 
 def find_sequences(batch: Mapping[str, Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks) -> Sequences:
-    """The sequences of this rank's shard of a batch, as made by `shard_batch`."""
+    """Find the sequences to which the rows of this rank's shard belong; `batch` is the result of `shard_batch`."""
     positions, mask, borders = (batch.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
     assert positions is not None
     positions = positions.reshape(-1, *positions.shape[-2:])[0]
@@ -140,10 +143,13 @@ def pool(
 
 
 def find_pooling(model: PreTrainedModel, field: str) -> str:
-    """Which rows a model's head reads to compute `field` of its result: "first", "last", "mean", "late" or "rows".
+    """Which rows the head of a model reads to compute `field` of its result.
 
-    late: the head runs on each row, and its results are averaged; rows: the same, but the results are not combined.
-    Found by running a copy of the head with random weights on random rows. Raises Unsupported for a head that reads
+    - "first", "last" or "mean": the head reads the first row, the last row, or the mean of the rows.
+    - "late": the head runs on each row, and its results are averaged.
+    - "rows": the head runs on each row, and its results are returned for each row.
+
+    To find out, a copy of the head with random weights runs on random rows. Raises Unsupported for a head that reads
     anything else.
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
@@ -160,7 +166,10 @@ def find_pooling(model: PreTrainedModel, field: str) -> str:
 
 
 def check_pooler(model: PreTrainedModel) -> nn.Module | None:
-    """The pooler of the model, or None. Raises Unsupported for a pooler that reads other rows than the first."""
+    """The pooler module of a model, or None if it has none.
+
+    Raises Unsupported for a pooler that reads other rows than the first of a sequence.
+    """
     pooler = getattr(model.base_model, "pooler", None)
     if pooler is not None and (found := _ask(model, "pooler", _copy(pooler))) != "first":
         name = type(model).__name__
@@ -207,10 +216,10 @@ def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> 
 
 
 class HeadCall:
-    """A call of a model whose head reads whole sequences.
+    """The state of one call of a model whose head reads whole sequences.
 
     pooling: which rows the head reads, see `find_pooling`.
-    kwargs: the arguments of the call for this rank's rows, cut by `cut`.
+    kwargs: the arguments of the call for this rank's rows, which the layout `cut` selected.
     """
 
     def __init__(self, pooling: str, sequences: Sequences, kwargs: dict[str, Any], cut: Layout) -> None:
@@ -223,13 +232,16 @@ class HeadCall:
         self.others = given
 
     def hide(self) -> dict[str, Any]:
-        """The call's arguments for the head; unless it reads every row, they have one token per sequence."""
+        """The arguments of the call as the head gets them.
+
+        `input_ids` have one token for each vector that the head reads.
+        """
         index = self.sequences.index
         shape = {"rows": index.shape, "late": (index.numel(), 1)}.get(self.pooling, (self.sequences.number, 1))
         return {**self.others, "input_ids": index.new_ones(shape)}
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """What the head gets instead of the hidden states [B, n, d] of this rank's rows."""
+        """The hidden states that the head reads, computed from the hidden states [B, n, d] of this rank's rows."""
         if self.pooling == "rows":
             return hidden
         if self.pooling == "late":
@@ -237,7 +249,7 @@ class HeadCall:
         return self.sequences.pool(hidden, self.pooling)[:, None]
 
     def finish(self, model: PreTrainedModel, result: Any) -> Any:
-        """`result`, completed for whole sequences on every rank, with its loss."""
+        """Complete the head's result: every rank gets it for whole sequences, with the loss if there are labels."""
         if self.pooling == "rows":
             for name in ("start_logits", "end_logits"):
                 rows = result[name].masked_fill(~self.sequences.real, torch.finfo(result[name].dtype).min)
@@ -253,7 +265,7 @@ class HeadCall:
 
 
 def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments for the model below a head: this rank's rows."""
+    """Hook before the model below a head: returns arguments that contain this rank's rows."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is None:
@@ -264,7 +276,7 @@ def enter_base(base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
-    """The result of the model below a head, reduced to the hidden states that the head reads."""
+    """Hook after the model below a head: replaces the hidden states in its result by those that the head reads."""
     ring = getattr(base, STATE)
     call: HeadCall | None = None if ring is None else ring.call.head
     if call is not None:
@@ -275,7 +287,7 @@ def leave_base(base: nn.Module, args: Any, result: Any) -> Any:
 
 
 def enter_pooler(pooler: nn.Module, args: Any) -> Any:
-    """The first rows of all sequences, [S, 1, d], in place of this rank's rows [B, n, d]."""
+    """Hook before the pooler: replaces this rank's rows [B, n, d] by the first row of every sequence, [S, 1, d]."""
     ring = getattr(pooler, STATE)
     if ring is None:
         return args

@@ -39,7 +39,7 @@ class _Frame(NamedTuple):
     mask: Tensor | None = None
 
     def where(self, name: str, rows: int) -> dict[str, Any]:
-        """The keyword arguments that tell our function `name` how the sequence is cut; this rank has `rows` rows."""
+        """Keyword arguments that tell the function `name` how the sequence is sharded; this rank has `rows` rows."""
         if self.ring is None:
             return {"layout": "contiguous", "ranks": 1, "documents": Documents([1] * rows)}
         group, generation = self.ring.place.group, self.ring.call.generation
@@ -142,12 +142,12 @@ OF_TOKENS = ("causal_conv1d_update", "mamba2_selective_state_update", "mamba_sel
 
 
 def mixing_functions(module: nn.Module) -> set[str]:
-    """The names of `FUNCTIONS` that a module calls."""
+    """The names in `FUNCTIONS` that a module's forward calls; these functions combine rows of different tokens."""
     return set(FUNCTIONS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
 
 
 def unknown_functions(model: nn.Module) -> set[str]:
-    """Functions in a model's source files that transformers may replace by a kernel, and ringattn does not know."""
+    """Names of functions in a model's source files that transformers may replace by a kernel, unknown to ringattn."""
     found = set()
     for file in {type(module).__module__ for module in model.modules() if mixing_functions(module)}:
         for name, function in vars(sys.modules[file]).items():
@@ -158,9 +158,9 @@ def unknown_functions(model: nn.Module) -> set[str]:
 
 
 def take_layers(model: PreTrainedModel) -> bool:
-    """Replace the row-mixing functions in the model's source files by ours; returns whether there are any.
+    """Replace the functions in a model's source files that combine rows, such as recurrences, by ones over ranks.
 
-    Hooks tell the functions which call of the model is running.
+    Hooks tell these functions which call of the model is running. Returns whether the model has such functions.
     """
     mixers = [module for module in model.modules() if mixing_functions(module)]
     for file in {type(module).__module__ for module in mixers}:
@@ -191,7 +191,10 @@ def _dispatch(original: Callable[..., Any], over_ranks: Callable[..., Any]) -> C
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def enter_call(model: nn.Module, ring: Any, mask: Tensor | None = None) -> None:
-    """Begin a call of a model. Checkpointed layers run again in the backward as parts of this call."""
+    """Tell the replaced functions that a model call begins.
+
+    If gradient checkpointing runs a layer again in the backward, the layer still belongs to this call.
+    """
     _frame.set(_Frame(ring, ring.call.borders, mask))
     for module in model.modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
@@ -201,7 +204,7 @@ def enter_call(model: nn.Module, ring: Any, mask: Tensor | None = None) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def leave_call() -> None:
-    """End a call of the model."""
+    """Tell the replaced functions that the model call has ended."""
     _frame.set(None)
 
 
@@ -247,7 +250,7 @@ def _leave(module: nn.Module, args: Any, result: Any) -> None:
 
 @contextmanager
 def each_row_alone() -> Iterator[None]:
-    """A context where these functions compute every row as a sequence of its own."""
+    """Context manager in which the replaced functions treat every row as a sequence of its own."""
     token = _frame.set(_Frame(None))
     try:
         yield

@@ -31,16 +31,16 @@ SAMPLED, SAMPLED_WEIGHTS = 16, 2
 
 
 class GatherRows(torch.autograd.Function):
-    """Gather the rows [B, N, ...] of all ranks from the [B, n, ...] of each. Only the forward is collective.
+    """Autograd function that gathers rows [B, n, ...] from all ranks into [B, N, ...]. Only its forward is collective.
 
-    All ranks must compute the same loss from the result. The gradient of a rank's rows is multiplied by the number of
-    ranks, so that the mean of the parameters' gradients over the ranks, as DDP and FSDP take it, is the gradient of the
-    loss.
+    All ranks must compute the same loss from the result. The backward multiplies the gradient of a rank's rows by the
+    number of ranks: the mean of the parameters' gradients over the ranks, as DDP and FSDP compute it, is then the
+    gradient of the loss.
     """
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, places: Places, group: ProcessGroup) -> Tensor:
-        """`places[r]` are the indices of rank r's rows in the result."""
+        """Gather the rows; `places[r]` are the indices in the result at which the rows of rank r are stored."""
         ctx.ranks = len(places)
         ctx.mine = torch.from_numpy(places[dist.get_rank(group)]).to(mine.device)
         assert mine.shape[1] == len(ctx.mine)

@@ -16,14 +16,17 @@ ROUTED = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def has_routers(model: nn.Module) -> bool:
-    """Whether the model has Mixtral's router loss, which balances the load of its experts."""
+    """Whether the model computes the same router loss as Mixtral, which balances the load of its experts."""
     loss = inspect.unwrap(type(model).forward).__globals__.get("load_balancing_loss_func")
     given = [] if loss is None else list(inspect.signature(loss).parameters)
     return given == ROUTED and hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
 
 
 def take_routers(base: nn.Module, args: Any, result: Any) -> None:
-    """Keep the router logits [B * n, experts] of each layer for `balance_routers`; detach the model's own copy."""
+    """Hook: keep the router logits [B * n, experts] of each layer for `balance_routers`.
+
+    The result keeps detached copies, so that the model's own router loss has no gradient.
+    """
     ring = getattr(base, STATE)
     if ring is not None and getattr(result, "router_logits", None) is not None:
         ring.call.routers = result["router_logits"]
@@ -31,9 +34,10 @@ def take_routers(base: nn.Module, args: Any, result: Any) -> None:
 
 
 def balance_routers(model: Any, result: Any, logits: tuple[torch.Tensor, ...], kwargs: Any, group: Any) -> torch.Tensor:
-    """The router loss over all ranks' rows but padding, which also replaces that in `result`. Collective.
+    """Compute the router loss over the rows of all ranks, except padding, and store it in `result`. Collective.
 
-    If every rank adds it to its loss, the mean of the ranks' gradients is the gradient of the loss of all.
+    Returns it times the model's coefficient. If every rank adds this to its own loss, the mean of the gradients over
+    the ranks is the gradient of the total loss.
     """
     mask, top, ranks = kwargs.get("attention_mask"), model.num_experts_per_tok, dist.get_world_size(group)
     real = torch.ones_like(logits[0][:, 0]).float() if mask is None else mask.flatten().float()

@@ -51,11 +51,11 @@ def unwrap_adapters(model: Any) -> PreTrainedModel:
 
 
 def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
-    """A pair: whether labels are those of the next token, and which rows the head reads, see `find_pooling`.
+    """Check that ring attention can compute a model; returns (whether labels are next tokens, rows the head reads).
 
-    The first is None for a model without a loss per row, the second for a model whose head does not read whole
-    sequences. Raises Unsupported, naming the feature, if ring attention cannot compute all of the model's attention, or
-    if the model mixes rows elsewhere.
+    The first is None for a model without a loss per row. The second is described in `find_pooling`, and None for a
+    model whose head does not read whole sequences. Raises Unsupported, naming the feature, if ring attention cannot
+    compute all attention of the model, or if rows of different tokens are combined elsewhere.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise InvalidInput(
@@ -134,14 +134,14 @@ def rotates_by_length(module: nn.Module) -> bool:
 
 
 def drop_positions(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without position_ids if the model takes none, because it does not attend."""
+    """`kwargs` without `position_ids` if the model takes no `position_ids`, because it has no attention."""
     if "position_ids" in inspect.signature(model.forward).parameters:
         return kwargs
     return {name: x for name, x in kwargs.items() if name != "position_ids"}
 
 
 def tell_positions(model: nn.Module) -> None:
-    """Add hooks that pass position_ids to attention that scales queries by position, as in Llama 4."""
+    """Add hooks that pass `position_ids` to attention layers that scale queries by position, as in Llama 4."""
     for layer in model.modules():
         if getattr(getattr(layer, "self_attn", None), "attn_temperature_tuning", False):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
@@ -152,7 +152,11 @@ def _tell(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def scale_by_position(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """The queries [B, H, n, D]; if the layer scaled them as positions 0 .. n-1, corrected to the true position_ids."""
+    """The queries [B, H, n, D], corrected if their scale depends on position, as in Llama 4.
+
+    The layer has scaled them as if the rows were at positions 0 .. n-1; the result has the scale of their true
+    positions.
+    """
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
     positions: Any = getattr(module, PLACES)

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 class Broadcast(IterableDataset[Any]):
-    """Gives all ranks the examples of a stream that only rank 0 reads.
+    """A stream of examples for all ranks, of which only rank 0 reads the data.
 
-    Collective, so only for a DataLoader with num_workers=0.
+    Iterating is collective, so the DataLoader must have num_workers=0.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -63,14 +63,15 @@ class Broadcast(IterableDataset[Any]):
 
 
 class RingAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator that counts a cp group as one process: the ranks of a group get the same batches.
+    """An Accelerator whose processes are groups of ranks that share sequences (cp groups), not single ranks.
 
-    cp: how many consecutive ranks share a sequence; None: all. `mesh` has the axes dp and cp, and is None in a single
-    process. Pass its group to `parallelize(model, mesh["cp"], layout=..., whole=True)`.
+    The ranks of a group get the same batches. `cp` is the number of consecutive ranks in a group; None: all. `mesh` has
+    the axes dp and cp, or is None in a single process. Pass the group to `parallelize(model, mesh["cp"], layout=...,
+    whole=True)`.
 
     `num_processes`, `process_index`, `gather` and `gather_for_metrics` of tensors, and `reduce` count each group once.
-    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A scheduler that Accelerate has
-    prepared would step once per rank: pass step_scheduler_with_optimizer=False, and step it yourself.
+    With dispatch_batches=True only rank 0 reads a stream, otherwise each rank does. A scheduler prepared by Accelerate
+    would step once per rank: pass step_scheduler_with_optimizer=False, and step it yourself.
     """
 
     mesh: DeviceMesh | None
@@ -102,18 +103,18 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
     def drop_copies(self, x: Tensor) -> Tensor:
-        """The rows of the first rank of each group, from x [ranks * B, ...] of all ranks."""
+        """Keep the rows of the first rank of each group, from x [ranks * B, ...], which has rows of all ranks."""
         if self.mesh is None:
             return x
         each = x.unflatten(0, (self.num_processes, -1, len(x) // self.state.num_processes))
         return each[:, 0].flatten(0, 1)
 
     def gather(self, tensor: Any) -> Any:
-        """`Accelerator.gather`, from the first rank of each group."""
+        """`Accelerator.gather`, but with each group's rows once: those of its first rank."""
         return recursively_apply(self.drop_copies, super().gather(tensor))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """`Accelerator.reduce`, over the first rank of each group."""
+        """`Accelerator.reduce`, but with each group's tensor once: that of its first rank."""
 
         def join(x: Tensor) -> Tensor:
             each = self.gather(x[None])
@@ -181,7 +182,7 @@ class RingMixin:
             numbers.set_rng_state(states[self.accelerator.process_index])
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The trainer's method, with a `RingAccelerator`."""
+        """Create the trainer's accelerator, as transformers does, but as a `RingAccelerator`."""
         given = cast(Any, self).args
         for name, hint in (
             ("torch_compile", "compile the layers of the model yourself"),
@@ -202,7 +203,7 @@ class RingMixin:
         return args.gradient_accumulation_steps * cast(Any, self)._train_batch_size * self.accelerator.num_processes
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's method; the model returns the logits of all rows if metrics need them."""
+        """The trainer's prediction step; the model returns the logits of all rows only if metrics need them."""
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
             ring.call.logits = not prediction_loss_only

@@ -133,7 +133,7 @@ class _Call:
     numbers: ExitStack | None = None
 
     def end(self) -> None:
-        """Drop the state that only this forward needs; what a backward that recomputes the forward needs stays."""
+        """Clear the state of this forward; what gradient checkpointing needs to recompute the forward stays."""
         if self.numbers is not None:
             self.numbers.close()
         self.runs = False
@@ -182,7 +182,9 @@ def parallelize(
     compare: bool = True,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
-    """Return `model`, whose attention now runs over the ranks of `group`; its calls are collective.
+    """Let the attention of a transformers model run over the ranks of `group`; returns `model`.
+
+    Calls of the model are then collective.
 
     model: a transformers model, or PEFT's wrapper around one.
     group: a ProcessGroup, or one axis of a DeviceMesh; None: all processes.
@@ -294,7 +296,7 @@ def _copy_config(model: nn.Module, config: Any) -> None:
 
 
 def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
-    """Return `model`, which computes whole sequences again, with the attention it had before `parallelize`.
+    """Return `model` with the attention that it had before `parallelize`: each rank computes whole sequences again.
 
     The model may have been trained, and may be wrapped by DDP, FSDP or torch.compile.
     """

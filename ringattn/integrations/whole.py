@@ -29,10 +29,10 @@ OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 
 
 def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """Let this rank draw its own random numbers, as for dropout, in call `call`, until the returned stack closes.
+    """Give this rank random numbers of its own, for dropout in model call `call`, until the returned stack is closed.
 
-    The generator then continues as if the call had drawn nothing. Otherwise ranks that draw for fewer rows would get
-    out of step with the others, and draw a different next batch.
+    Then the random generators continue as if the call had drawn nothing. Without this, ranks that draw numbers for
+    fewer rows would get out of step with the others, and draw a different next batch.
     """
     alone = ExitStack()
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -44,7 +44,7 @@ def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
 
 @dataclass
 class WholeCall:
-    """What the hooks need to know about a call with whole sequences."""
+    """What the hooks after a model need to know about a call that was given whole sequences."""
 
     #: By rank, the indices of its rows in the result.
     places: Places
@@ -56,7 +56,7 @@ class WholeCall:
     short: bool
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
-        """The result with the loss and the rows of all ranks. Collective."""
+        """Complete the model's result: the sum of the ranks' losses, and the rows of all ranks. Collective."""
 
         def gather(x: Any) -> Any:
             return GatherRows.apply(x, self.places, group) if isinstance(x, Tensor) and x.ndim > 1 else x
@@ -74,7 +74,10 @@ class WholeCall:
 
 
 def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's arguments, cut from those of a call with whole sequences; also sets `ring.call.whole`."""
+    """Select this rank's part of the arguments of a call that was given whole sequences.
+
+    Also stores the `WholeCall` of the call in `ring.call.whole`.
+    """
     ids, keep, group = kwargs.get("input_ids"), kwargs.get("logits_to_keep", 0), ring.place.group
     if ids is None:
         raise InvalidInput("a call with whole sequences needs input_ids [batch, tokens]")

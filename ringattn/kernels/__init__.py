@@ -72,7 +72,10 @@ def get_kernel(
 
 
 def split_kernel(name: str) -> tuple[str, str]:
-    """(kernel, choice or "") of a name such as "aten_cuda:flash". Raises InvalidInput for an unknown name."""
+    """Split a name such as "aten_cuda:flash" into the kernel and its choice, "" without one.
+
+    Raises InvalidInput for an unknown name.
+    """
     base, colon, choice = name.partition(":")
     if base not in KERNELS or (colon and choice not in KERNELS[base].choices):
         names = ["auto", *available()]
@@ -105,9 +108,10 @@ _choice = "auto"
 
 @contextmanager
 def merging(choice: str) -> Iterator[None]:
-    """Context manager in which `choice` computes merges and sums of gradients, in all threads.
+    """Context manager that selects what merges partial results and sums gradients, in all threads.
 
-    Raises InvalidInput for an unknown choice, and Unsupported for "triton" if Triton cannot run.
+    `choice` is one of `MERGES`, such as "triton" or "torch". Raises InvalidInput for an unknown choice, and Unsupported
+    for "triton" if Triton cannot run.
     """
     global _choice
     if choice not in MERGES:
@@ -140,7 +144,7 @@ def _fused() -> ModuleType:
 
 
 def fused_kernels(device: torch.device) -> ModuleType | None:
-    """The module of Triton kernels if Triton merges and sums tensors on this device; None if torch does."""
+    """The module with Triton kernels for merges and sums on this device; None if torch computes them there."""
     return _fused() if _by_triton(_choice, device) else None
 
 

@@ -39,14 +39,15 @@ def bf16_is_fast(*, backward: bool) -> bool:
 
 
 class AtenCpu(Kernel):
-    """`aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32.
+    """The CPU kernel: calls `aten::_scaled_dot_product_flash_attention_for_cpu` in fp64 and fp32.
 
-    It computes 16-bit inputs in fp32, except bf16 if `bf16_is_fast`. On CPUs native fp16 matrix products are hundreds
-    of times slower than fp32. With fp32 partials, the error after many visits is also no larger than that of one
-    rounding. In bf16, out, dq, dk and dv of every call are rounded to bf16, and summed over calls in fp32. The errors
-    of (out, dk) against fp64 (root mean square, 4,096 causal tokens on 4 ranks) are (2.3e-3, 3.8e-3) in bf16, (1.6e-3,
-    1.8e-3) with fp32 partials, and (2.1e-3, 6.5e-3) for one call of torch in bf16. The op supports shared key/value
-    heads. A value head dim that differs from the head dim of q is padded, which changes no number.
+    Inputs in 16 bits are computed in fp32; bf16 inputs are computed in bf16 if `bf16_is_fast`. On CPUs, native fp16
+    matrix products are hundreds of times slower than fp32 ones. In fp32, the error after many calls is no larger than
+    that of one rounding; in bf16, out, dq, dk and dv of every call are rounded to bf16, and then summed over calls in
+    fp32. The errors of (out, dk) against fp64 (root mean square, 4,096 causal tokens on 4 ranks) are (2.3e-3, 3.8e-3)
+    in bf16, (1.6e-3, 1.8e-3) in fp32, and (2.1e-3, 6.5e-3) for one call of torch in bf16. The op supports key/value
+    heads that several query heads share. If the head dim of v differs from that of q, columns of zeros are added, which
+    changes no number.
     """
 
     #: `strip_keys`: the bound on keys x heads of strips. A forward allocates nothing for keys, except in 16 bits.

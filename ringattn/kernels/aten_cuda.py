@@ -74,7 +74,7 @@ class AtenCuda(Kernel):
 
     @cached_property
     def band_op(self) -> str:
-        """The op for calls that cuDNN does not compute: "flash" or "efficient"."""
+        """Which op computes the calls that cuDNN does not: "flash" or "efficient"."""
         if self.choice in ("flash", "efficient"):
             return self.choice
         half = self.dtype in HALF_DTYPES
@@ -93,7 +93,7 @@ class AtenCuda(Kernel):
         self.use(CudaDevice.read(q.device), max(q.shape[-1], v.shape[-1]))
 
     def use(self, device: CudaDevice, width: int) -> None:
-        """Choose the ops for tensors of `width` columns on `device`. Raises Unsupported if none can compute them."""
+        """Choose the ops for head dim `width` on `device`. Raises Unsupported if no op can compute it."""
         if width > 256:
             raise Unsupported(f"kernel {self.name} takes head dims up to 256, got {width}; try kernel=reference")
         self.device = device
@@ -249,7 +249,10 @@ class AtenCuda(Kernel):
     def flash_forward(
         self, *inputs: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of flash for (q, k, v): [B, n, H, D] and [B, H, n], or with lengths [n, H, D] and [H, n]."""
+        """Call flash on (q, k, v); returns (out, lse).
+
+        out is [B, n, H, D] and lse [B, H, n]; with `lengths`, out is [n, H, D] and lse [H, n].
+        """
         out, lse, *_ = _aten._flash_attention_forward(
             *(*inputs, *lengths, 0.0, False, False),
             scale=scale,
@@ -261,7 +264,7 @@ class AtenCuda(Kernel):
     def flash_backward(
         self, *tensors: Tensor, lengths: Lengths, scale: float, window: tuple[int, int]
     ) -> Sequence[Tensor]:
-        """(dq, dk, dv) of flash for (dO, q, k, v, out, lse), in the layouts of `flash_forward`."""
+        """Call flash's backward on (dO, q, k, v, out, lse); returns (dq, dk, dv), shaped as in `flash_forward`."""
         seed = _no_seed(tensors[0])
         grads: Sequence[Tensor] = _aten._flash_attention_backward(
             *(*tensors, *lengths, 0.0, False, seed, seed),

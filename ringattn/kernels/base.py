@@ -35,7 +35,7 @@ SQUARE_KEYS = 32
 
 @dataclass(frozen=True)
 class OpChoice:
-    """Which ops of a kernel compute a work, with the number of calls of each, and why the kernel's other ops do not."""
+    """Which ops of a kernel compute some works, how many calls each op makes, and why other ops are not used."""
 
     calls: tuple[tuple[str, int], ...]
     left_out: tuple[tuple[str, str], ...] = ()
@@ -46,9 +46,10 @@ class OpChoice:
 
 
 class Kernel(ABC):
-    """Attention of one work: q [B, H, rows, D], k [B, K, keys, D], v [B, K, keys, Dv]; any strides.
+    """Base class of kernels, which compute attention of one `Work`: some query rows and keys, and a mask between them.
 
-    B is the batch; for a repeated work B counts the repetitions of one batch element. A subclass in one file is a
+    Inputs are q [B, H, rows, D], k [B, K, keys, D] and v [B, K, keys, Dv] with any strides. B is the batch; for a work
+    that repeats with a fixed stride, B counts the repetitions, in one batch element. A subclass in one file is a
     complete kernel. An installed package adds its own through an entry point of the group "ringattn.kernels".
     """
 
@@ -80,7 +81,7 @@ class Kernel(ABC):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for kernels that split a work into the same calls."""
+        """A cache key: two kernels with equal keys split every work into the same calls."""
         return type(self), *self.asked
 
     def derive(self, **options: Any) -> Kernel:
@@ -90,7 +91,10 @@ class Kernel(ABC):
         return kernel
 
     def seeded(self, seed: int | None = None) -> Kernel:
-        """This kernel; if it has dropout, with its seed set to `seed`, or by `Dropout.seeded` if that is None."""
+        """A copy of this kernel whose dropout has a seed: `seed`, or as `Dropout.seeded` chooses it if that is None.
+
+        A kernel without dropout is returned unchanged.
+        """
         return self if self.dropout is None else self.derive(dropout=self.dropout.seeded(seed))
 
     @classmethod
@@ -107,49 +111,49 @@ class Kernel(ABC):
         """
 
     def op_of(self, call: Work, head_dim: int) -> str:
-        """The op that computes a call of `split`."""
+        """The name of the op that computes a call, which `split` has made."""
         return self.name
 
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
-        """Which ops compute the works of a visit, and why other ops do not."""
+        """Which ops compute these works, how many calls each makes, and why other ops are not used."""
         calls = Counter(self.op_of(call, head_dim) for call in self.calls_of(works))
         return OpChoice(tuple(calls.items()))
 
     @abstractmethod
     def split(self, work: Work) -> Iterator[Work]:
-        """The calls that this kernel makes for a work. Together they contain every pair of the work exactly once."""
+        """Split a work into the calls that this kernel makes; they contain every pair of the work exactly once."""
 
     def pack(self, calls: list[Work]) -> list[Work]:
-        """The given calls of one visit, or fewer calls with the same pairs."""
+        """Combine calls that can be made together; returns the same or fewer calls, with the same pairs."""
         return calls
 
     def for_backward(self) -> Kernel:
-        """The kernel whose `split` is used in a backward; differs from `self` if other calls are faster there."""
+        """The kernel whose `split` is used in a backward: a different one if other calls are faster there."""
         return self
 
     def calls_of(self, works: Iterable[Work]) -> list[Work]:
-        """The calls that this kernel makes for the works of one visit."""
+        """All calls that this kernel makes for some works that are computed together."""
         return self.pack([call for work in works for call in self.split(work)])
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, H, rows, Dv], lse [B, H, rows]) of one call, with any strides.
+        """Compute one call: returns (out [B, H, rows, Dv], lse [B, H, rows]), with any strides.
 
-        out has the dtype of q, or fp32 (fp64 for fp64). Partials of the same rows are merged in fp32, so returning fp32
-        for 16-bit inputs saves a rounding per call. lse is fp32 (fp64 for fp64).
+        out has the dtype of q, or fp32 (fp64 for fp64). Results of the same rows are merged in fp32, so a kernel that
+        returns fp32 for 16-bit inputs saves one rounding per call. lse is fp32 (fp64 for fp64).
         """
 
     @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of one call, in the shapes of q, k and v, with any strides, and in their dtype or in fp32.
+        """Compute the gradients of one call: (dq, dk, dv) in the shapes of q, k and v, in their dtype or in fp32.
 
-        The runtime adds them to sums in fp32 (fp64 for fp64), which are rounded once, after the last call. It ignores
-        columns beyond those of q, k and v.
+        Any strides are allowed. The runtime sums the gradients of all calls in fp32 (fp64 for fp64) and rounds once at
+        the end. It ignores columns beyond those of q, k and v.
 
-        `grad` is dO [B, H, rows, Dv]. `out` and `lse` of the query rows cover all their keys, so that
-        P = exp(scale * q k^T - lse) and dS = P * (dO v^T - rowsum(dO * out)).
+        `grad` is dO [B, H, rows, Dv]. `out` and `lse` are the final results of the rows, over all keys that they see,
+        so that P = exp(scale * q k^T - lse) and dS = P * (dO v^T - rowsum(dO * out)).
         """
 
 
@@ -194,9 +198,11 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def positive(scale: float) -> tuple[float, float]:
-    """(sign, factor) with factor > 0 such that q * sign scaled by `factor` has the same logits as q scaled by `scale`.
+    """Split the scale of the logits into (sign, factor), with factor > 0 and sign * factor = scale.
 
-    Libraries hide a key with the logit -inf before they scale: a scale of -1 would turn it into +inf.
+    Multiply q by `sign`, and let the kernel scale by `factor`. Kernels need a positive scale, because libraries hide a
+    key with the logit -inf before they multiply by the scale: a scale of -1 would turn it into +inf. For scale 0, sign
+    is 0.
     """
     if scale > 0:
         return 1.0, scale
@@ -204,11 +210,11 @@ def positive(scale: float) -> tuple[float, float]:
 
 
 def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
-    """The calls that compute a work, with bands that `reads` accepts: the work, or two or three runs of its rows.
+    """Split a work by rows into at most three calls whose masks the kernel can express, as `reads` decides.
 
-    Each run is bounded by `lo` alone, by `hi` alone, by both or by neither, and has only the keys that its rows see: if
-    `lo` binds, the last key is the last one that the last row sees; if `hi` binds, the first key is the first one that
-    the first row sees.
+    If `reads(work)` is True, the work is the only call. Otherwise the rows of a call are bounded by `lo` alone, by `hi`
+    alone, by both or by neither, and the call has only keys that these rows see: if `lo` applies, its last key is the
+    last one that its last row sees; if `hi` applies, its first key is the first one that its first row sees.
     """
     if reads(work):
         yield work
@@ -224,10 +230,10 @@ def cut(work: Work, reads: Callable[[Work], bool]) -> Iterator[Work]:
 
 
 def halve(triangle: Work, least: int) -> Iterator[Work]:
-    """The calls that compute a triangle: squares, and triangles of at most `least` rows.
+    """Split a causal triangle into squares, and triangles of at most `least` rows.
 
-    `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. The purpose: within a triangle, ops also
-    compute some hidden pairs (the flash op for CPUs up to 512 per row), fewer in smaller ones.
+    `least` is at least SQUARE_KEYS, so that no half of a triangle is empty. Within a triangle, ops also compute some
+    hidden pairs (the flash op for CPUs up to 512 per row); smaller triangles have fewer of them.
     """
     rows = len(triangle.q)
     if rows <= least:
@@ -240,9 +246,9 @@ def halve(triangle: Work, least: int) -> Iterator[Work]:
 
 
 def cut_strips(work: Work, share: int, least: int) -> Iterator[Work]:
-    """A band with an upper bound, cut into strips of rows, each with the keys that its rows see.
+    """Split a band with an upper bound into strips of adjacent rows, each with the keys that its rows see.
 
-    A strip has (1 / `share` of the width of the band) rows, rounded up to a multiple of `least`, at most STRIP_ROWS.
+    A strip has 1 / `share` of the width of the band as rows, rounded up to a multiple of `least`, at most STRIP_ROWS.
     Strips of few rows compute fewer hidden pairs; strips of many rows make faster matrix products.
     """
     assert work.hi is not None

@@ -50,7 +50,7 @@ class CudaDevice:
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> CudaDevice:
-        """The present facts about `device`, or about the current device."""
+        """Read the properties of `device`, or of the current device, and torch's present switches."""
         flags: Any = torch.backends.cuda
         disabled = frozenset(op for op, name in SWITCHES.items() if not getattr(flags, f"{name}_sdp_enabled")())
         attention: Any = torch.nn.attention
@@ -64,14 +64,17 @@ class CudaDevice:
         return FLASH[self.flash][1] if self.flash in FLASH else 256
 
     def padded(self, width: int) -> int:
-        """The number of columns that `width` are padded to: the next multiple of 8 for which ops have a backward."""
+        """The number of columns to which tensors with head dim `width` are padded.
+
+        It is the next multiple of 8 for which the ops have a backward.
+        """
         width = -(-width // 8) * 8
         # Flash has no backward for 193 to 224 columns on these devices, but has one for more.
         lacks_some = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
         return 232 if lacks_some and 192 < width <= 224 else width
 
     def refuses(self, op: str, dtype: torch.dtype, width: int) -> str | None:
-        """Why `op` cannot compute any call of this dtype with `width` columns here; None if it can compute some."""
+        """Why `op` cannot compute any call of this dtype and head dim (`width`) here; None if it can compute some."""
         if op in self.disabled:
             return f"torch.backends.cuda.enable_{SWITCHES[op]}_sdp(False) has switched it off"
         if op != "efficient" and dtype not in HALF_DTYPES:
@@ -90,7 +93,7 @@ class CudaDevice:
         return None
 
     def cudnn_refuses(self, work: Work, width: int) -> str | None:
-        """Why cuDNN does not compute this call of `width` columns; None if it does."""
+        """The reason why cuDNN does not compute this call with head dim `width`; None if it does."""
         rows, keys, kv_heads = len(work.q), work.keys, len(work.kv)
         if not (work.dense or is_causal(work)):
             return "it has no windows, and counts causal calls from the first row and key"
@@ -105,7 +108,7 @@ class CudaDevice:
         return None
 
     def cudnn_is_slower(self) -> str | None:
-        """Why flash is preferred to cuDNN for a call that both can compute; None if cuDNN is faster."""
+        """The reason why flash is used for calls that cuDNN can compute as well; None if cuDNN is faster."""
         if self.flash in FLASH:
             return f"{self.flash} is activated"
         if self.capability[0] not in (9, 10):
@@ -118,16 +121,16 @@ def _version(capability: tuple[int, int]) -> str:
 
 
 def flash_window(work: Work) -> tuple[int, int]:
-    """(window_size_left, window_size_right) of the flash op, in which -1 is unbounded."""
+    """The mask of a work as arguments of the flash op: (window_size_left, window_size_right); -1 is unbounded."""
     left, right = (-1 if bound is None else bound for bound in window_bounds(work))
     return left, right
 
 
 def flash_reads(work: Work) -> bool:
-    """Whether flash hides exactly the pairs that the band of a work hides.
+    """Whether the flash op, given the window of `flash_window`, hides the pairs that the work hides, and no others.
 
-    FlashAttention 2 reads a bound below 0, or of at least the number of keys, as unbounded. If only one side is
-    bounded, it reads the other side as a bound of the number of keys (flash_api.cpp; flash-attention issue 895).
+    FlashAttention 2 treats a bound as unbounded if it is below 0 or at least the number of keys. If only one side is
+    bounded, it bounds the other side by the number of keys (flash_api.cpp; flash-attention issue 895).
     """
     rows, keys = len(work.q), work.keys
     left, right = window_bounds(work)
@@ -141,11 +144,12 @@ def flash_reads(work: Work) -> bool:
 
 
 def efficient_mask(work: Work) -> tuple[bool, int, int | None]:
-    """(flip, mask type, window) of the memory-efficient op for a band that it reads, see `efficient_reads`.
+    """The mask of a work as arguments of the memory-efficient op: (flip, mask type, window).
 
-    Type 2 hides keys behind the diagonal that ends at the last row and the last key; the window is how many keys up to
-    that diagonal a row sees, None for all. With `flip`, rows and keys are passed in reverse order, which turns a bound
-    on the left into one on the right: the op has no left bound alone.
+    Only for masks that the op can express, see `efficient_reads`. Type 0 hides nothing. Type 2 hides the keys after a
+    diagonal that ends at the last row and the last key; `window` is how many keys up to this diagonal a row sees, or
+    None for all. If `flip` is True, pass rows and keys in reverse order. This turns a bound on the left into one on the
+    right, because the op cannot take a left bound alone.
     """
     if work.dense:
         return False, 0, None
@@ -153,7 +157,7 @@ def efficient_mask(work: Work) -> tuple[bool, int, int | None]:
 
 
 def efficient_reads(work: Work) -> bool:
-    """Whether the memory-efficient op has a mask for the band of a work."""
+    """Whether the memory-efficient op can express the mask of a work."""
     return work.dense or (work.hi == 0 if work.lo is None else work.lo == len(work.q) - work.keys)
 
 
@@ -164,9 +168,9 @@ def _same_bound(read: int | None, needed: int | None, nothing_hidden: int) -> bo
 
 
 def window_bounds(work: Work) -> tuple[int | None, int | None]:
-    """(left, right) of the band as a window anchored at the last row and the last key; None is unbounded.
+    """The mask of a work as bounds (left, right) of a window, counted from the last row and the last key.
 
-    Row i sees key j iff i + keys - rows - left <= j <= i + keys - rows + right.
+    Row i sees key j if and only if i + keys - rows - left <= j <= i + keys - rows + right; None is unbounded.
     """
     shift = 0 if work.sequences else work.keys - len(work.q)
     return None if work.hi is None else work.hi + shift, None if work.lo is None else -work.lo - shift

@@ -25,14 +25,15 @@ GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights: each is dropped with probability `p`, and the others are divided by 1 - p.
+    """Dropout of attention weights: each weight is dropped with probability `p`; the others are divided by 1 - p.
 
     p: 0 <= p < 1; the probability used is rounded to a multiple of 2^-31.
-    seed: 0 <= seed < 2^63, equal on all ranks. Equal seeds drop the same weights. None: each call takes a number from
-        torch's default CPU generator on rank 0, which gradient checkpointing restores for its recomputation.
+    seed: 0 <= seed < 2^63, equal on all ranks. Calls with equal seeds drop the same weights. With None, each call draws
+        a seed from torch's default CPU generator on rank 0. When gradient checkpointing recomputes a call, it restores
+        this generator, so the same weights are dropped.
 
-    Positions decide which weights are dropped. If batch elements have documents of their own, positions count on from
-    one element to the next.
+    A weight is identified by the positions of its query and key. If the batch elements have documents of their own,
+    positions count on from one batch element to the next.
     """
 
     p: float
@@ -51,13 +52,13 @@ class Dropout:
         return self.p > 0
 
     def seeded(self, seed: int | None = None) -> Dropout:
-        """The same dropout with `seed`, or with its own seed, or with a random one if both are None."""
+        """A copy with the seed `seed`; with None, it keeps its own seed, or gets a random one if it has none."""
         seed = self.seed if seed is None else seed
         return replace(self, seed=int(torch.randint(SEEDS - 1, (), device="cpu")) if seed is None else seed)
 
 
 def finalize(x: Tensor) -> Tensor:
-    """The output function of SplitMix64 for states x, wrapping int64; overwrites x."""
+    """Apply the output function of the random generator SplitMix64 to states x, wrapping int64; overwrites x."""
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= shift(x, bits)
         x *= factor - (1 << 64)
@@ -71,10 +72,10 @@ def shift(x: Tensor, bits: int) -> Tensor:
 
 
 def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tensor:
-    """Seeds of the streams of query rows, int64 [B, H, n, 1], for heads int64 [H] and positions int64 [1 or H, n].
+    """The state of a random stream for each query row, int64 [B, H, n, 1].
 
-    `seed` starts a stream. Its number b seeds the stream of batch element b, whose number h seeds that of head h, whose
-    number at a row's position seeds the stream of the row.
+    heads: int64 [H]; positions: int64 [1 or H, n]. The states are derived step by step: from `seed` that of each batch
+    element, from it that of each head, and from it that of each row, by its position.
     """
     streams = torch.full((1, 1, 1), seed, dtype=torch.int64, device=heads.device)
     elements = torch.arange(batch, device=heads.device)
@@ -84,12 +85,15 @@ def row_streams(seed: int, batch: int, heads: Tensor, positions: Tensor) -> Tens
 
 
 def key_steps(positions: Tensor) -> Tensor:
-    """The offsets that keys add to the seed of a stream, int64 [...], for key positions int64 [...]."""
+    """What to add to the state of a row's stream to get the random number for a key, int64 [...].
+
+    The argument is the positions of the keys, int64 [...].
+    """
     return (positions + 1) * GAMMA
 
 
 def weight_factors(p: float, streams: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 for weights that are dropped, else 1 / (1 - p), [B, H, rows, keys].
+    """The factors of attention weights, [B, H, rows, keys]: 0 for dropped weights, 1 / (1 - p) for the others.
 
     streams: int64 [B, H, rows, 1] from `row_streams`; steps: int64 [B, K, keys, 1] from `key_steps`.
     """

@@ -19,9 +19,10 @@ from .cuda_device import CudaDevice
 
 
 class FlashAttn(AtenCuda):
-    """FlashAttention 2 from the package flash_attn, 2.7 or later, instead of torch's flash op, with the same cuts.
+    """Kernel that calls FlashAttention 2 from the package flash_attn (2.7 or later) instead of torch's flash op.
 
-    `auto` does not choose it: torch ships the same kernels, so the package should not be faster.
+    It splits works into the same calls as "aten_cuda:flash". `auto` does not choose this kernel: torch contains the
+    same code, so the package should not be faster.
     """
 
     choices = ()
@@ -85,10 +86,11 @@ class FlashAttn(AtenCuda):
 
 
 class FlashAttn3(FlashAttn):
-    """FlashAttention 3 behind torch's flash op, activated by torch.nn.attention.activate_flash_attention_impl("FA3").
+    """Kernel that calls torch's flash op after switching it to FlashAttention 3.
 
-    torch wants it activated explicitly, for all attention in the process; the first call of this kernel, which a user
-    has to name, does so. Once it is active, `auto` and "aten_cuda" use it, too, instead of flash and cuDNN.
+    The first call of this kernel switches it with torch.nn.attention.activate_flash_attention_impl("FA3"), for all
+    attention in the process; so a user must ask for this kernel by name. Afterwards, `auto` and "aten_cuda" use
+    FlashAttention 3 as well, in place of FlashAttention 2 and cuDNN.
     """
 
     title, module, package, implementation = "flash_attn_3", "flash_attn_interface", "flash_attn_3", "FA3"
@@ -101,6 +103,6 @@ class FlashAttn3(FlashAttn):
 
 
 class FlashAttn4(FlashAttn3):
-    """As `FlashAttn3`, with FlashAttention 4 ("FA4")."""
+    """Kernel that calls torch's flash op after switching it to FlashAttention 4 ("FA4"); see `FlashAttn3`."""
 
     title, module, package, implementation = "flash_attn_4", "flash_attn.cute.interface", "flash-attn-4", "FA4"

@@ -20,7 +20,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`runtime.softmax.merge_` of out and part [B, H, n, D], lse and part_lse [B, H, n]; any strides."""
+    """The same as `runtime.softmax.merge_`, with a Triton kernel.
+
+    out and part are [B, H, n, D], lse and part_lse [B, H, n], with any strides.
+    """
     _launch(merge_kernel, (out, lse, part, part_lse), out)
 
 
@@ -58,7 +61,10 @@ def merge_kernel(
     part_b, part_h, part_n, part_d, part_lse_b, part_lse_h, part_lse_n,
     heads, rows, width, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one tile in place. lse is summed in its own dtype; the weight of `part` is rounded to the dtype of out."""
+    """Merge the partial result of one tile of rows into out and lse, in place.
+
+    lse is summed in its own dtype; the weight of `part` is rounded to the dtype of out.
+    """
     b, h, row = _tile(heads, rows, TILE_ROWS)
     inside = row < rows
     lse += b * lse_b + h * lse_h + row * lse_n
@@ -90,7 +96,7 @@ def add_kernel(
     total_b, total_h, total_n, total_d, part_b, part_h, part_n, part_d,
     heads, rows, width, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile in place, in the dtype of `total`."""
+    """Add one tile of rows of `part` to `total` in place, in the dtype of `total`."""
     b, h, row = _tile(heads, rows, TILE_ROWS)
     column = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
     inside = (row < rows)[:, None] & (column < width)

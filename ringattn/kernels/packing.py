@@ -54,11 +54,11 @@ class _Window:
         return cls(left, right, keys, rows, keys if left is None else 0, rows if right is None else 0)
 
     def join(self, other: _Window) -> _Window | None:
-        """The window that hides the same pairs of all works; None if there is none, or if flash misreads it.
+        """One window that hides in both groups of works exactly what their windows hide; None if there is none.
 
-        A bound of at least (keys or rows of a work) - 1 hides nothing of the work. Flash compares the bounds with the
-        largest number of keys of a sequence (see `flash_reads`), which changes the hidden pairs only if a sequence has
-        more rows than that number.
+        Also None if flash misreads the window. A bound of at least (keys or rows of a work) - 1 hides nothing in the
+        work. Flash compares the bounds with the largest number of keys of a sequence (see `flash_reads`), which changes
+        the hidden pairs only if a sequence has more rows than that number.
         """
         if None not in (self.left, other.left) and self.left != other.left:
             return None
@@ -79,10 +79,11 @@ class _Window:
 
 
 def pack(calls: list[Work], *, repeats_keys: bool = True) -> list[Work]:
-    """The calls of a visit, or fewer calls with the same pairs.
+    """Combine the calls computed together into fewer calls, with the same pairs.
 
-    Works whose rows and keys are neighbours become one call on views. Other works become one call on copies of their
-    rows and keys if that makes fewer launches; with `repeats_keys`, several of its sequences may have the same key.
+    Works whose rows and keys are adjacent become one call, on views of the tensors. Other works become one call on
+    copies of their rows and keys, if that makes fewer calls. If `repeats_keys` is False, no key may occur in two
+    sequences of such a call.
     """
     views = _chain(calls)
     if len(views) <= GATHER_CALLS:
@@ -134,7 +135,7 @@ class _Group:
         self.taken = {work.heads: [work.q]}
 
     def take(self, work: Work) -> bool:
-        """Add the work to the group if it fits; whether it did."""
+        """Add the work to the group if it fits; returns whether it was added."""
         first, size = self.works[0], self.size + _size(work)
         if (len(work.heads), len(work.kv)) != (len(first.heads), len(first.kv)) or size > GATHERED_ROWS:
             return False
@@ -245,9 +246,10 @@ def _sizes(work: Work) -> list[tuple[int, int]]:
 
 
 def cumulative(work: Work, batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """(cum_seq_q, cum_seq_k, max_q, max_k) of a work, packed or not, for `batch` batch elements one after another.
+    """The cumulative lengths of a work for flash's varlen call: (cum_seq_q, cum_seq_k, max_q, max_k).
 
-    The first two are int32 on `device`, begin with 0, and are made once per work; the others are ints.
+    They are for `batch` batch elements, one after another. The first two are int32 on `device`, begin with 0, and are
+    cached in the work; the others are ints.
     """
 
     def make() -> Any:
@@ -279,24 +281,24 @@ def _indices(work: Work, device: torch.device, *, by_key: bool, first: int) -> A
 
 
 def gather(x: Tensor, work: Work, *, by_key: bool = False, first: int = 0) -> Tensor:
-    """The rows, or keys, of a gathered work in x [B, H, n, ...], one sequence after another; x begins at row `first`.
+    """Copy the rows (or keys, if `by_key`) of a work's sequences from x [B, H, n, ...], one sequence after another.
 
-    Returns a copy [B, heads of a sequence, rows, ...].
+    x begins at row `first` of the block. Returns [B, heads of a sequence, rows, ...].
     """
     rows, heads = _indices(work, x.device, by_key=by_key, first=first)
     return x.transpose(1, 2)[:, rows, heads].transpose(1, 2)
 
 
 def scatter(x: Tensor, work: Work, part: Tensor, *, first: int = 0) -> None:
-    """Write `part`, in the order of `gather`, to the rows of a gathered work in x [B, H, n, ...]."""
+    """Write `part` to the rows of x [B, H, n, ...] from which `gather` copies, in the same order."""
     rows, heads = _indices(work, x.device, by_key=False, first=first)
     x.transpose(1, 2)[:, rows, heads] = part.transpose(1, 2).to(x.dtype)
 
 
 def scatter_add(x: Tensor, work: Work, part: Tensor, *, by_key: bool) -> None:
-    """Add `part`, in the order of `gather`, to the rows, or keys, of a gathered work in x [B, H, n, D].
+    """Add `part` to the rows (or keys, if `by_key`) of x [B, H, n, D] from which `gather` copies, in the same order.
 
-    x is indexed through one flattened dimension, in which index_add_ also sums keys that several sequences share.
+    Uses index_add_ on a flattened view of x, which also sums keys that several sequences share.
     """
     batch, heads, rows, width = x.shape
     by_batch, by_head, by_row, by_column = x.stride()

@@ -44,10 +44,11 @@ def align(x: Tensor) -> Tensor:
 
 
 def with_column(x: Tensor, column: Tensor | float) -> Tensor:
-    """x [..., n, D] with EXTRA more columns: `column` [..., n] (or a number), then zeros.
+    """A copy of x [..., n, D] with EXTRA more columns: first `column` [..., n] (or a number), then zeros.
 
-    With v' = [v, 1] and dO' = [dO, dlse], a backward computes dP' = dO v^T + dlse and the same delta. This gives the
-    exact gradient of a loss that uses out and lse, from a kernel that has no argument for dlse.
+    It is used to get the gradient of a loss that depends on out and lse from a kernel that takes no gradient of lse:
+    with v' = [v, 1] and dO' = [dO, dlse], the backward computes dP' = dO v^T + dlse, with the same delta. The gradient
+    is exact.
     """
     wider = pad(x, (0, EXTRA))
     wider[..., x.shape[-1]] = column
@@ -55,7 +56,7 @@ def with_column(x: Tensor, column: Tensor | float) -> Tensor:
 
 
 def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64; a backward needs nothing else from out and dlse."""
+    """rowsum(dO * out) - dlse, [..., n, 1] in fp32 or fp64: all that a backward needs to know of out and dlse."""
     dtype = wide(grad.dtype)
     # Contiguous, so that the order of summation does not depend on the strides.
     row_sum = (as_dtype(grad, dtype) * as_dtype(out, dtype)).contiguous().sum(-1, keepdim=True)
@@ -63,12 +64,12 @@ def delta(grad: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 
 def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Tensor]:
-    """(dO', out') with rowsum(dO' * out') = delta, for kernels that take out. In each row out' is a multiple of dO'.
+    """Return (dO', out') with rowsum(dO' * out') = delta, for kernels that take out and compute delta from it.
 
-    grad [..., n, D], delta [..., n, 1]. Set `wider` if delta includes the gradient of lse, which no out' can represent
-    where dO is tiny or zero: dO' and out' then have EXTRA more columns, and the first extra column of dO' holds delta
-    in such rows. With v' = [v, 0] the extra columns change no other number. A NaN or infinite delta affects only its
-    own row of out'.
+    grad is dO [..., n, D], delta [..., n, 1]. Each row of out' is a multiple of that of dO'. Set `wider` if delta
+    includes the gradient of lse: where dO is tiny or zero, no out' of this form could represent delta. dO' and out'
+    then have EXTRA more columns, and the first of these in dO' holds the size of delta in such rows. With v' = [v, 0]
+    the extra columns change no other number. A NaN or infinite delta affects only its own row of out'.
     """
     if wider:
         size = delta.abs()
@@ -78,13 +79,13 @@ def with_delta(grad: Tensor, delta: Tensor, *, wider: bool) -> tuple[Tensor, Ten
 
 
 def delta_factor(grad: Tensor, delta: Tensor) -> Tensor:
-    """The factor [..., n, 1] with which `times_unit` returns out' such that rowsum(dO * out') = delta."""
+    """The factor [..., n, 1] for `times_unit`, so that its result out' has rowsum(dO * out') = delta."""
     unit, peak = _unit(grad)
     return delta / peak / unit.square().sum(-1, keepdim=True).clamp_min_(0.5)
 
 
 def times_unit(grad: Tensor, factor: Tensor) -> Tensor:
-    """out' = dO / max |dO| * factor, row by row, in the dtype of dO."""
+    """The rows of dO, scaled to a maximum of 1 and multiplied by `factor`: dO / max |dO| * factor, in dO's dtype."""
     return as_dtype(_unit(grad)[0].mul_(factor), grad.dtype)
 
 
@@ -113,11 +114,10 @@ def check_padding(mask: Tensor | None, k: Tensor) -> None:
 
 
 def hidden_column(scale: float, dtype: torch.dtype) -> float:
-    """The number c > 0 for the columns of `hide_keys`.
+    """The number c > 0 that `hide_keys` writes to its extra columns to hide padded keys.
 
-    |scale| * EXTRA * c * c is HIDDEN, the size of a hidden key's logit, or as near to it as the dtype allows.
-
-    Raises Unsupported if no finite c hides a key at this scale and dtype.
+    c is chosen so that the logit of a hidden key, about -|scale| * EXTRA * c * c, has the size HIDDEN, or as near to it
+    as the dtype allows. Raises Unsupported if no finite c hides a key at this scale and dtype.
     """
     factor = EXTRA * abs(scale)
     column = min((HIDDEN / factor) ** 0.5 if factor else float("inf"), torch.finfo(dtype).max)
@@ -132,11 +132,11 @@ def hidden_column(scale: float, dtype: torch.dtype) -> float:
 
 
 def hide_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, column: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(q', k', v') whose attention equals that of q, k, v without the keys that `mask` [B, n] flags.
+    """Return (q', k', v') whose attention equals that of q, k and v without the keys where `mask` [B, n] is True.
 
-    q' = [c, c ..., q] and k' = [x, x ..., k] with EXTRA more columns each, where c = `column` has the sign of the scale
-    and x is -|c| for flagged keys, else 0. The weight of a flagged key is then exactly 0. Flagged rows of k and v are
-    zeroed, so that a NaN in padding does not spread.
+    q' = [c, c ..., q] and k' = [x, x ..., k] have EXTRA more columns each, where c = `column` has the sign of the
+    scale, and x is -|c| for hidden keys, else 0. The weight of a hidden key is then exactly 0. The rows of hidden keys
+    in k and v are set to zero, so that a NaN in padding does not spread.
     """
     flagged = mask[:, None, :, None]
     wide_k = pad(k.masked_fill(flagged, 0), (EXTRA, 0))

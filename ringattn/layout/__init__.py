@@ -226,7 +226,10 @@ def _take_rows(x: Tensor, places: Sequence[range], dim: int) -> Tensor:
 
 
 def shift_labels(labels: Tensor, distance: int, documents: Documents | None, fill: int, dim: int = -1) -> Tensor:
-    """At each position the label `distance` further on, or `fill` beyond the document's end; rows [B, N] may differ."""
+    """For each position, the label `distance` positions later; `fill` beyond the end of the position's document.
+
+    With rows [B, N], the documents may differ between rows.
+    """
     import torch
 
     labels, tokens = labels.movedim(dim, -1), labels.shape[dim]

@@ -51,9 +51,10 @@ def read_defaults(verb: str) -> dict[str, Any]:
 
 @dataclass_transform()
 def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
-    """A decorator that replaces `dataclass`: each field gets the default of the key with its name in conf/VERB.yaml.
+    """Class decorator, used instead of `dataclass`: the defaults of fields come from the file conf/VERB.yaml.
 
-    `section`, such as "study.execute", names a section of that file to read instead of its top level.
+    Each field gets the value that the file has under the field's name. `section`, such as "study.execute", reads that
+    section of the file instead of its top level. A verb is a command of ringattn, such as run.
     """
 
     def decorate(schema: type[T]) -> type[T]:

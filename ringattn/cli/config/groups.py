@@ -30,9 +30,10 @@ def default_of(settings: object, name: str) -> Any:
 
 
 def refuse(config: object, keys: str, reason: str) -> None:
-    """Raise InvalidInput if any of `keys` (separated by spaces) was changed: for keys that have no effect here.
+    """Raise InvalidInput if a setting was changed although it has no effect here.
 
-    `reason` completes the message "key=value has no meaning ...".
+    `keys` names the settings to check, separated by spaces. `reason` completes the message "key=value has no meaning
+    ...".
     """
     default = type(config)()
     for key in keys.split():
@@ -64,7 +65,10 @@ def check_least(config: object, prefix: str = "", **least: int) -> None:
 
 
 def check_file(group: str, spec: str | None, path: str | None, what: str) -> None:
-    """Raise InvalidInput unless a group has both the option `file` and a path, or neither; `what` names the file."""
+    """Raise InvalidInput if a config group has the option `file` without a path, or a path without this option.
+
+    `spec` is the chosen option of the group. `what` describes the expected file in the message.
+    """
     if spec == "file" and path is None:
         raise InvalidInput(f"{group}=file needs {group}.path=..., {what}; or give its path as {group}=./my.file")
     if spec != "file" and path is not None:
@@ -74,16 +78,19 @@ def check_file(group: str, spec: str | None, path: str | None, what: str) -> Non
 
 
 def refuse_stdout(name: str, path: str | None, instead: str) -> None:
-    """Raise InvalidInput if `path` is standard output, for an output that cannot be printed; `instead`: what to do."""
+    """Raise InvalidInput if the output path is "-" (standard output), for outputs that can only go to a file.
+
+    `name` is the setting of the path, and `instead` tells the user what to do.
+    """
     if path == STDOUT:
         raise InvalidInput(f"{name}=-: {instead}")
 
 
 @dataclass
 class ConfigGroup:
-    """The chosen option of a config group.
+    """Base class of the settings in one config group, such as `layout`.
 
-    `spec` is the text that the library parses, filled in from the other fields.
+    `spec` is the text that the library parses, such as "striped(64)"; Hydra fills it in from the other fields.
     """
 
     spec: str = "???"
@@ -91,9 +98,10 @@ class ConfigGroup:
 
 @dataclass
 class PatternGroup(ConfigGroup):
-    """A pattern: `spec` is its text as a Python expression, which conf/pattern/*.yaml fill in from the other fields.
+    """The settings of a pattern: `spec` is the pattern as a Python expression, such as "Causal() & Window(4095)".
 
-    For a list of patterns, `weights` are the numbers of layers with each.
+    The files conf/pattern/*.yaml fill in `spec` from the other fields. If `spec` is a list of patterns, `weights` gives
+    the number of layers with each of them.
     """
 
     weights: list[int] | None = None
@@ -119,7 +127,10 @@ class LayoutGroup(ConfigGroup):
 
 @dataclass
 class ScheduleGroup(ConfigGroup):
-    """A schedule: its name with parameters, such as ulysses(4, direct); "node": the machine's ranks per node."""
+    """The settings of a schedule: `spec` is its name with parameters, such as ulysses(4, direct).
+
+    The parameter "node" stands for the number of ranks per node of the machine.
+    """
 
     ranks_per_node: Size | None = None
     size: Size | None = None
@@ -140,9 +151,10 @@ def with_machine_numbers(group: type[Group]) -> type[Group]:
 @dataclass
 @with_machine_numbers
 class MachineGroup(ConfigGroup):
-    """A machine preset or machine file, and numbers that override its own; a field that is None overrides nothing.
+    """The settings of a machine: a preset or a machine file, and numbers that replace those of the preset or file.
 
-    `library` names the kernels of a preset, such as fa2; None: its first.
+    A number that is None replaces nothing. `library` names the attention kernels of a preset, such as fa2; None takes
+    the first that the preset has.
     """
 
     path: str | None = None
@@ -191,7 +203,10 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
 
 @dataclass
 class ModelGroup:
-    """A model by name, or the Hugging Face config at `path`; with neither, `simulate` uses a plan without a model."""
+    """The settings of a model: a model by name (`spec`), or the Hugging Face config.json at `path`.
+
+    With neither, `simulate` simulates a single attention call, not a model.
+    """
 
     spec: str | None = None
     path: str | None = None
@@ -199,7 +214,10 @@ class ModelGroup:
 
 @dataclass
 class TransportGroup(ConfigGroup):
-    """A transport. `gpu_aware` passes CUDA tensors to MPI; `check` is the option of that name of `ra.attention`."""
+    """The settings of a transport.
+
+    If `gpu_aware`, CUDA tensors are passed to MPI directly. `check` is the option `check` of `ring_attention`.
+    """
 
     gpu_aware: bool = False
     check: str | None = None
@@ -216,16 +234,17 @@ class InputGroup:
 
 @settings_of("simulate", "numerics")
 class NumericsGroup:
-    """The settings of `simulate mode=numerics`.
+    """The settings of `simulate mode=numerics`, which executes a plan and checks its numbers.
 
-    mode="sample" executes `rows` query rows (a number of rows, or their positions) on at most `spread` ranks.
-    mode="all" executes whole ranks: `count` ranks (None: all) from rank `first` on, about `together` of them at a time.
-    `state`: a file from which an interrupted execution continues; None: every execution starts from the beginning.
+    mode="sample" executes some query rows: `rows` is their number or their positions. They are on at most `spread`
+    ranks. mode="all" executes whole ranks: `count` of them (None: all) from rank `first` on, about `together` at a
+    time. `state` is a file from which an interrupted execution continues; with None, every execution starts from the
+    beginning.
 
-    `fault` is injected into the visit of rank `fault_rank` to the block of rank `fault_owner`. Default `fault_rank`:
-    the rank of the last sampled row, or the middle rank with mode="all"; default `fault_owner`: the rank before it. The
-    faults "lost" and "scaled" change gradients on their way back; for these both ranks default to that of the first
-    sampled row.
+    `fault` names an error to inject, to see that it is detected. The error happens where rank `fault_rank` computes
+    with the block of rank `fault_owner`. By default, `fault_rank` is the rank of the last sampled row, or the middle
+    rank with mode="all", and `fault_owner` is the rank before it. The faults "lost" and "scaled" change gradients on
+    their way back; for these, both ranks default to the rank of the first sampled row.
     """
 
     mode: str
@@ -259,10 +278,10 @@ class RunOutputGroup(OutputGroup):
 
 @settings_of("simulate", "study.execute")
 class ExecuteGroup:
-    """Settings for executing the plans of a study with the numerics simulator, in fp64.
+    """The settings of a study for executing its plans with the numerics simulator, in fp64.
 
-    `budget` is in seconds, estimated from fixed rates, so that every machine executes the same plans; None:
-    nothing is executed.
+    `budget` limits the execution time in seconds; with None, no plan is executed. The time is estimated from fixed
+    rates, so that every machine executes the same plans.
     """
 
     budget: float | None
@@ -274,9 +293,11 @@ class ExecuteGroup:
 
 @settings_of("simulate", "study")
 class StudyGroup:
-    """The points of a study: each combination of one value per key in `axes` with each set of settings in `together`.
+    """The settings of a study, which simulates many points.
 
-    Keys are keys of `simulate`; label.NAME adds a column to the tables. `extrapolate` is a Size or None.
+    `axes` gives values for keys of `simulate`. The points are all combinations of one value per key, each combined with
+    every set of settings in `together`. A key label.NAME adds a column to the tables. `extrapolate` is a number of
+    tokens (a Size) to extrapolate to, or None.
     """
 
     name: str

@@ -104,7 +104,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides of a verb in Hydra's syntax: patterns quoted, sizes in digits. Raises InvalidInput."""
+    """Convert the settings given on the command line to Hydra's syntax. Raises InvalidInput.
+
+    Patterns are quoted, and sizes such as 64k are written in digits. `verb` is the command, such as run.
+    """
     for word, value in zip(overrides, [*overrides[1:], "..."], strict=False):
         if "=" not in word and not word.startswith("~"):
             value = "..." if "=" in value else value
@@ -152,7 +155,7 @@ def _check_group(verb: str, key: str, value: str) -> None:
 
 
 def is_written(group: str, value: str) -> bool:
-    """Whether a group's value is an expression or a name that an installed package adds, not one of its options."""
+    """Whether a group's value is an expression or a name from an installed package, not an option of the group."""
     return group in WRITTEN and bool({*"(:"} & {*value} or _installed(group) & {*split_commas(value)})
 
 
@@ -162,7 +165,7 @@ def _installed(group: str) -> set[str]:
 
 
 def in_digits(schema: Any, key: str, value: str) -> str:
-    """`value` with sizes such as 8k and units such as 400Gb/s in digits, if the key takes numbers and not text."""
+    """`value` with sizes such as 8k and units such as 400Gb/s written in digits; unchanged if `key` takes text."""
     kinds = _types(schema, key)
     if str in kinds or not {int, float} & {*kinds}:
         return value
@@ -195,9 +198,10 @@ def quote(value: str) -> str:
 
 
 def as_study(overrides: list[str]) -> list[str]:
-    """The overrides with comma lists moved into study.axes. Raises InvalidInput if no key has several values.
+    """Convert settings with several comma-separated values, such as ranks=8,64, to axes of a study.
 
-    Settings of study, output and Hydra stay as they are: they apply to all points.
+    Settings of `study`, `output` and Hydra are unchanged: they apply to all points. Raises InvalidInput if no setting
+    has several values.
     """
     others, axes = [], {}
     for override in overrides:
@@ -250,7 +254,10 @@ def check_jobs(verb: str, arguments: Sequence[str]) -> None:
 
 
 def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a verb, composed by Hydra, unresolved; within a Hydra job, with that job's search path."""
+    """Compose the configuration of a command with Hydra; interpolations are not resolved.
+
+    Within a Hydra job, the search path of the job applies. `verb` is the command, such as run.
+    """
     hydra = import_module("hydra")
     store_schemas(verb)
     if import_module("hydra.core.global_hydra").GlobalHydra.instance().is_initialized():
@@ -271,7 +278,7 @@ def store_schemas(*verbs: str) -> None:
 
 
 def check_parameters(composed: DictConfig) -> None:
-    """Raise InvalidInput if the option of a config group lacks a parameter of its `spec`, or has one too many."""
+    """Raise InvalidInput if a config group lacks a parameter that its option uses, or has one that it does not use."""
     to_container = import_module("omegaconf").OmegaConf.to_container
     for group in PARAMETER_GROUPS:
         values = to_container(composed[group]) if group in composed else {"spec": ""}

@@ -88,7 +88,7 @@ class ProblemSizes:
         return {name: getattr(self, name) for name in names}
 
     def queries(self) -> dict[str, Any]:
-        """The arguments of `make_plan` about queries at other positions than the keys. Raises InvalidInput."""
+        """Keyword arguments of `make_plan` for queries at other positions than the keys. Raises InvalidInput."""
         return {}
 
 
@@ -150,7 +150,10 @@ class RunConfig(ProblemSizes):
 
 @dataclass
 class TwoSides(ProblemSizes):
-    """The settings shared by `plan` and `simulate`, where queries may have other positions than the keys."""
+    """The settings shared by `plan` and `simulate`, whose queries may be at other positions than their keys.
+
+    `q_tokens` is the number of queries, and `q_first` the position of the first one.
+    """
 
     q_tokens: Size | None
     q_first: Size | None
@@ -162,12 +165,15 @@ class TwoSides(ProblemSizes):
 
     @property
     def chooses(self) -> bool:
-        """True if the layout, the schedule or `rotate` follows from the machine's numbers."""
+        """Whether the layout, the schedule or `rotate` depends on the numbers of the machine."""
         by_time = not self.is_square and self.rotate.startswith("auto")
         return by_time or "auto" in (self.layout.spec, self.schedule.spec) or takes_node(self.schedule.spec)
 
     def queries(self) -> dict[str, Any]:
-        """The arguments of `make_plan` about queries that are not the keys. Raises InvalidInput."""
+        """Keyword arguments of `make_plan` for queries at other positions than the keys; {} for equal positions.
+
+        Raises InvalidInput.
+        """
         if self.is_square:
             return {}
         tokens = self.size()

@@ -44,7 +44,10 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Advice:
-    """The result of `advise`. `found` has the candidates of each (machine, number of GPUs)."""
+    """The answer of `advise` to a question, with the reasons for it as text.
+
+    `found` has the candidates by (machine, number of GPUs).
+    """
 
     question: Question
     by: str
@@ -62,7 +65,7 @@ class Advice:
 
     @cached_property
     def all(self) -> list[TrainingCandidate]:
-        """The best candidate of every shape."""
+        """The candidates of all machines and numbers of GPUs: the best one of each shape (cp, dp, tp, pp, ep)."""
         return [candidate for found in self.found.values() for candidate in found.best]
 
     @cached_property
@@ -87,7 +90,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The best candidate and the bandwidth that would change it, in one sentence."""
+        """The best candidate, and at which bandwidth another would be better, in one sentence."""
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
@@ -101,7 +104,7 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """What else would change the verdict, one sentence each: the kernel, tokens, memory, and prices."""
+        """Which other kernel, number of tokens, memory or price would change the verdict, one sentence each."""
         return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
 
     def _kernel_change(self) -> list[str]:
@@ -149,12 +152,12 @@ class Advice:
             )
 
     def value(self, candidate: TrainingCandidate) -> float:
-        """The sort key: seconds or cost of 1e9 tokens."""
+        """The number by which candidates are ordered: seconds, or cost, of 1e9 tokens."""
         return candidate.seconds if self.by == "time" else candidate.cost
 
     @property
     def words(self) -> tuple[str, str]:
-        """The comparative and the superlative for a better candidate."""
+        """The words for a better candidate: ("faster", "fastest") or ("cheaper", "cheapest")."""
         return ("faster", "fastest") if self.by == "time" else ("cheaper", "cheapest")
 
     def _bandwidth_change(self) -> str:
@@ -196,7 +199,7 @@ class Advice:
 
     @property
     def launched_words(self) -> str:
-        """One sentence on how the training step that the `launch` command runs differs from the advised one."""
+        """A sentence on how the step that the command `launch` runs differs from the recommended one."""
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
@@ -241,7 +244,7 @@ class Advice:
 
     @property
     def not_fitting(self) -> list[str]:
-        """What does not fit on each machine: the nearest miss with all GPUs, and which numbers of GPUs are too few."""
+        """For each machine, the candidate that comes closest to fitting, and on how many GPUs nothing fits, as text."""
         misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {' or '.join(map(str, none[::-1]))} GPU{'s' * (none != [1])}"
@@ -251,13 +254,13 @@ class Advice:
 
     @property
     def refused(self) -> list[str]:
-        """Candidates that planning or simulating refuses, by reason."""
+        """How many candidates could not be planned or simulated, by reason, as text."""
         reasons = sum((found.refused for found in self.found.values()), Counter[str]())
         return [f"{plural(count, 'candidate')}: {reason}" for reason, count in reasons.items()]
 
     @cached_property
     def frontier(self) -> dict[str, list[tuple[int, int]]]:
-        """By checkpointing: (GPUs, most tokens of one sequence that fit on them), on the best candidate's machine."""
+        """For each kind of checkpointing, pairs (GPUs, most tokens of one sequence that fit), on the best machine."""
         question, offer, counts = self.question, self.best[0].offer, self.question.counts
         return {
             name: [(gpus, most) for gpus in counts if (most := _most_tokens(question, offer, gpus, name))]
@@ -266,7 +269,11 @@ class Advice:
 
 
 def as_torchtitan(parallel: Parallel) -> Parallel:
-    """The same parallelism with torchtitan's checkpointing: no saving of attention's output alone, no offloading."""
+    """The same parallelism as torchtitan would run it.
+
+    torchtitan gathers all keys before the attention. Its checkpointing can neither save only the output of attention
+    nor offload activations to the host: both become "full".
+    """
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
@@ -276,9 +283,10 @@ def as_torchtitan(parallel: Parallel) -> Parallel:
 
 
 def torch_library(offer: Offer) -> str | None:
-    """The library of attention kernels that torch, and so torchtitan, takes on a machine; None if it has no choice.
+    """The attention library that torch, and so torchtitan, uses on a machine; None for a machine without kernel data.
 
-    Torch contains flash-attn 2, and takes cuDNN first on Blackwell (torchtitan, models/attention.py).
+    It is flash-attn 2 ("fa2"), which torch contains, or else the first library of the machine's preset; on Blackwell
+    torch prefers cuDNN (torchtitan, models/attention.py).
     """
     names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
     return "fa2" if "fa2" in names else next(iter(names), None)
@@ -290,14 +298,17 @@ def describe_place(candidate: TrainingCandidate) -> str:
 
 
 def span(candidate: TrainingCandidate) -> tuple[float, float]:
-    """(least, most) seconds of 1e9 tokens by the error band of published steps; without a band, both as modelled."""
+    """(least, most) seconds that 1e9 tokens take, given the errors of this model for published training steps.
+
+    If the machine has no known errors, both are the modelled time.
+    """
     step, per_token = candidate.step, 1e9 / candidate.step.tokens
     low, high = step.seconds_band or (step.seconds, step.seconds)
     return per_token * low, per_token * high
 
 
 def explain(candidate: TrainingCandidate) -> str:
-    """What bounds a candidate, as text: the shares of its step and its memory."""
+    """What limits the speed of a candidate, as text: the shares of the time of its step, and its memory."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
@@ -321,7 +332,7 @@ def explain(candidate: TrainingCandidate) -> str:
 
 
 def nearest_miss(found: Found, offer: Offer) -> str:
-    """The candidate that exceeds the memory least, and what would help, as text; "" where all fit."""
+    """The candidate that exceeds the memory of a GPU least, and what would help, as text; "" if none was too large."""
     has = offer.machine.memory
     if has is None or not found.too_large:
         return ""
@@ -335,7 +346,7 @@ def nearest_miss(found: Found, offer: Offer) -> str:
 
 
 def describe_numbers(advice: Advice) -> list[str]:
-    """Each machine number that the steps depend on, with its source."""
+    """One line for each machine number on which the predicted steps depend, with its source."""
     machines = {one.offer.name: one.offer.machine for one in advice.best}
     return [
         f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
@@ -368,9 +379,10 @@ def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -
 
 
 def advise(question: Question, by: str = "time", tell: Listener = lambda done, count, what: None) -> Advice:
-    """The advice on a question; `by` is one of ORDERS, `tell` a progress callback.
+    """Find the best ways to train, as a question asks.
 
-    Raises InvalidInput where nothing fits, and where offers are compared without prices.
+    `by` is one of ORDERS, such as "time"; `tell` is a progress callback. Raises InvalidInput if no candidate fits, or
+    if machines are to be compared and one has no price.
     """
     if by not in ORDERS:
         raise InvalidInput(f"by={by}: {did_you_mean(by, ORDERS)}expected one of {', '.join(ORDERS)}")

@@ -45,9 +45,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Question:
-    """The question: how to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of the offers.
+    """The question how best to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of `offers`.
 
-    `batch` is the number of sequences in a step; None: one per pipeline stage in each data-parallel group. Raises
+    `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage. Raises
     InvalidInput.
     """
 
@@ -68,7 +68,7 @@ class Question:
 
     @property
     def counts(self) -> list[int]:
-        """Numbers of GPUs to compare: `gpus`, halved again and again until the number is odd."""
+        """The numbers of GPUs to compare: `gpus`, and its halves until a number is odd."""
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
@@ -81,7 +81,7 @@ class Question:
 
 @dataclass(frozen=True)
 class TrainingCandidate:
-    """A simulated way to train."""
+    """One way to train a model (GPUs, parallelism, layout, schedule), with its simulated step."""
 
     offer: Offer
     parallel: Parallel
@@ -91,43 +91,43 @@ class TrainingCandidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds that all GPUs together need to train on 1e9 tokens."""
+        """Seconds that training on 1e9 tokens takes."""
         return 1e9 / self.step.tokens * self.step.seconds
 
     @property
     def cost(self) -> float:
-        """The price of 1e9 tokens; GPU hours if the offer has no price."""
+        """The price of training on 1e9 tokens; if the offer has no price, the GPU hours."""
         return self.step.gpu_hours * (1.0 if self.offer.price is None else self.offer.price)
 
     @property
     def library(self) -> str:
-        """The library of attention kernels that the step is modelled with; "" if its rate is the machine's `flops`."""
+        """The attention library whose speed the prediction uses; "" if it uses the machine's number `flops`."""
         rates = self.offer.machine.kernel_rates
         return rates.library if rates is not None else ""
 
     @property
     def name(self) -> str:
-        """The shape: cp, dp, tp, pp and ep, as text."""
+        """The shape as text, such as "cp=8 tp=4": the numbers cp, dp, tp, pp and ep that exceed 1."""
         return self.parallel.name
 
     @property
     def is_tight(self) -> bool:
-        """Whether an allocator could need more memory than the GPU has."""
+        """Whether the GPU's memory might not suffice, because an allocator may reserve more than there is."""
         return self.offer.machine.memory is not None and self.step.reserved > self.offer.machine.memory
 
     @property
     def pace(self) -> int:
-        """Time per token, rounded on a logarithmic scale with steps of `EQUAL`, so that almost equal candidates tie."""
+        """The time per token on a logarithmic scale, in steps of `EQUAL`: almost equal candidates are equal."""
         return round(log(self.step.seconds / self.step.tokens) / EQUAL)
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Sort key among candidates on equally many GPUs: tight ones last, then by pace and bytes."""
+        """The sort key among candidates on equally many GPUs: tight ones last, then by `pace`, then by bytes."""
         return self.is_tight, self.pace, self.step.bytes
 
     @property
     def choices(self) -> str:
-        """Checkpointing, sharding and the parts of a stage, as text."""
+        """The checkpointing, the sharding and, if interleaved, the number of parts of a pipeline stage, as text."""
         parallel = self.parallel
         parts = f", interleaved={parallel.interleaved}" if parallel.interleaved > 1 else ""
         return f"checkpointing={parallel.checkpointing}, sharding={parallel.shard}{parts}"
@@ -135,7 +135,7 @@ class TrainingCandidate:
 
 @dataclass
 class Found:
-    """What a search found, and what became of every candidate."""
+    """The result of a search on one machine and number of GPUs: the best candidates, and why others were left out."""
 
     #: The best simulated candidate of each shape, best first.
     best: list[TrainingCandidate] = field(default_factory=list)
@@ -148,10 +148,11 @@ class Found:
 
 
 def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
-    """At least the `shown` best candidates of different shapes on exactly `gpus` GPUs; none that is left out is faster.
+    """Find at least the `shown` best candidates of different shapes on `gpus` GPUs; no candidate left out is faster.
 
-    Simulates candidates in the order of their least possible time, and stops when that of the next candidate exceeds
-    the simulated time of the last one shown. Candidates in whose memory an allocator might not find room come last.
+    A shape is the numbers cp, dp, tp, pp and ep. Candidates are simulated in the order of a lower bound of their time,
+    until the bound of the next one exceeds the simulated time of the last one shown. Candidates whose memory might not
+    suffice, because of fragmentation, come last.
     """
     found, best = Found(), dict[str, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
@@ -188,10 +189,10 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
-    """Every cp x dp x tp x pp = `gpus`, with each ep, checkpointing and sharding.
+    """Every way to split `gpus` GPUs into cp x dp x tp x pp, with each ep, checkpointing and sharding.
 
     tp stays within a node and divides the K/V heads; a rank has at least the rows of one thread block. Each pipeline
-    stage is tried as one part, and interleaved: in the largest number of parts, at most PARTS, that divides its layers.
+    stage is tried as a whole, and interleaved: in the largest number of parts, at most PARTS, that divides its layers.
     """
     model, software = question.model, Software(dtype=question.dtype)
     for tp, cp, pp in product(divisors(gpus), repeat=3):
@@ -224,7 +225,7 @@ def divisors(number: int) -> list[int]:
 
 
 def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequence[tuple[str, str]]:
-    """The (layout, schedule) pairs to try for a spread."""
+    """The pairs (layout, schedule) to try for a parallelism."""
     cp, tp = parallel.cp, parallel.tp
     if cp == 1:
         return (("contiguous", "ring"),)
@@ -249,10 +250,10 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
 def least_attention_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> list[tuple[int, LayerAttention]]:
-    """(number of layers, attention of one of them): a lower bound on time and bytes for every schedule.
+    """A lower bound on the time and memory of attention: (number of layers, bound for one of them) pairs.
 
-    Visible pairs at the rate of a fully occupied GPU, equally divided among ranks, and the memory that every schedule
-    needs; messages would only add to both.
+    It holds for every schedule: the computing time assumes visible pairs at the rate of a fully occupied GPU, equally
+    divided among ranks; the memory is what every schedule needs. Messages, which are left out, only add to both.
     """
     rows, rates = parallel.rows * ceil(tokens / parallel.cp), machine.kernel_rates
     item = ITEM_BYTES[parallel.software.dtype]
@@ -265,7 +266,10 @@ def least_attention_of_layers(
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
 
     def seconds(pairs: float, backward: bool) -> float:
-        """Seconds for `pairs` pairs on a rank; 0 (no bound) with measured kernel times, whose best rate is unknown."""
+        """The least seconds for `pairs` query-key pairs on a rank; 0 with measured kernel times.
+
+        Their best rate is unknown.
+        """
         if machine.kernel is not None:
             return 0.0
         if rates is None:

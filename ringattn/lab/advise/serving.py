@@ -21,11 +21,11 @@ EQUAL = 0.01
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """How to prefill `users` sequences of `tokens` tokens at once, or to decode after them, on up to `gpus` GPUs.
+    """The question how best to serve `users` sequences of `tokens` tokens at once, on up to `gpus` GPUs.
 
-    `within`: seconds allowed until all prompts have their first token, or for one token of every sequence; None: as
-    fast as possible.
-    Raises InvalidInput.
+    `phase` is "prefill", computing the prompts, or "decode", generating tokens after them. `within` limits the seconds:
+    until all prompts have their first token, or for one token of every sequence; None: as fast as possible. Raises
+    InvalidInput.
     """
 
     model: ModelConfig
@@ -53,13 +53,13 @@ class ServingQuestion:
 
     @property
     def waits_for(self) -> str:
-        """What `within` limits, in words."""
+        """What the limit `within` applies to, in words: the first token, or the next token of every sequence."""
         return "first token" if self.phase == "prefill" else "next token of every sequence"
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The result of `serve`: for each number of GPUs the fastest phase that fits, else the nearest to fitting."""
+    """The answer of `serve`: for each number of GPUs the fastest way that fits, or else the one nearest to fitting."""
 
     question: ServingQuestion
     best: dict[int, ModelEstimate]
@@ -67,7 +67,7 @@ class Serving:
 
     @property
     def chosen(self) -> int | None:
-        """The smallest number of GPUs that meets `within` or, without it, the fastest one; None if none does."""
+        """The smallest number of GPUs that meets `within`, or without `within` the fastest; None if none does."""
         within, best = self.question.within, self.best
         if within is None:
             return min(best, key=lambda gpus: (best[gpus].seconds, gpus), default=None)
@@ -101,7 +101,7 @@ class Serving:
         )
 
     def describe_miss(self, gpus: int) -> str:
-        """What is missing on this number of GPUs, in words."""
+        """How much memory is lacking on this number of GPUs, and what takes most of it, in words."""
         one, has = self.misses[gpus], self.question.offer.machine.memory or 0
         category = max(one.memory, key=lambda name: one.memory[name])
         return (
@@ -111,7 +111,7 @@ class Serving:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """For each number of GPUs: candidate, seconds, rate and memory; never a time where nothing fits."""
+        """Table rows, one for each number of GPUs: parallelism, seconds, rate and memory; no time if nothing fits."""
         rows = list[tuple[str, ...]]()
         for gpus in self.question.counts:
             if one := self.best.get(gpus):
@@ -150,7 +150,10 @@ class Serving:
 
 
 def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: None) -> Serving:
-    """The best way to serve on each number of GPUs. Raises InvalidInput where no cp x dp x tp has such a number."""
+    """Find the best way to serve on each number of GPUs.
+
+    Raises InvalidInput if nothing fits, and no way to split all GPUs into cp x dp x tp can be simulated.
+    """
     best: dict[int, ModelEstimate] = {}
     misses: dict[int, ModelEstimate] = {}
     refused = set[str]()
@@ -178,7 +181,10 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
 
 
 def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
-    """Every cp x dp x tp = `gpus` with equally many sequences in each dp group; tp stays within a node."""
+    """Every way to split `gpus` GPUs into cp x dp x tp, with equally many sequences in each of the dp groups.
+
+    tp stays within a node.
+    """
     model, machine = question.model, question.offer.machine
     software = Software(question.dtype, question.fp8)
     for tp in divisors(gpus):

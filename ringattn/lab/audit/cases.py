@@ -18,10 +18,11 @@ KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap",
 
 @dataclass(frozen=True)
 class Case:
-    """A problem over the whole sequence; `mask` has the target's keywords, `ways` says how it is called.
+    """One test case of an audit: the sizes of a whole sequence, a mask, and how the target is called.
 
-    Ways: lse (the target also returns it), no_dk (keys without gradient), twice (a second backward), again (a second
-    call with other values), strided (inputs that are views), checkpoint, compile, differ (rank 1 has another dtype).
+    The target is the audited function; `mask` has its keyword arguments. `ways` may contain: lse (also return lse),
+    no_dk (keys need no gradient), twice (run a second backward), again (call again with other values), strided (inputs
+    are views), checkpoint, compile, and differ (rank 1 has another dtype).
     """
 
     feature: str
@@ -36,17 +37,17 @@ class Case:
 
     @property
     def needs(self) -> set[str]:
-        """The keywords that the target must take."""
+        """The names of the keyword arguments that this case passes to the audited function."""
         needed = {"padding_mask" if name in ("left", "padding") else name for name in self.mask}
         return needed | ({"return_lse"} if "lse" in self.ways else set())
 
     @property
     def real(self) -> tuple[int, int]:
-        """(first token, end) of what is no padding."""
+        """(first, end) of the tokens that are not padding."""
         return self.mask.get("left", 0), self.tokens - self.mask.get("padding", 0)
 
     def is_real(self, rows: Any) -> Any:
-        """Which positions of a tensor are no padding."""
+        """For token indices `rows`, whether each is not padding."""
         return (rows >= self.real[0]) & (rows < self.real[1])
 
 
@@ -116,9 +117,10 @@ def shrink(case: Case, ranks: int) -> Iterator[Case]:
 
 
 def find_named(key: str, module: str, name: str) -> Any:
-    """The attribute `name` of a module, also one in this folder; None if it has none.
+    """Import `module` and return its attribute `name`; None if it has no such attribute.
 
-    Raises InvalidInput, beginning with `key`, without the module.
+    Modules in the current folder are found, too. Raises InvalidInput, with a message that begins with `key`, if the
+    module cannot be imported.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -129,7 +131,7 @@ def find_named(key: str, module: str, name: str) -> Any:
 
 
 def accepts(target: Callable[..., Any]) -> set[str]:
-    """The keywords that a target takes, by its signature; none if it has no signature."""
+    """The names of the keyword arguments that the audited function takes; none if it has no signature."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:

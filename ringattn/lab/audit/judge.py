@@ -38,7 +38,7 @@ VERDICTS = ("exact", "not offered", "refused", "crash", "hang", "wrong")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case on a rank; of a wrong result the tensor, its rows and how wrong it is.
+    """The outcome of a test case on one rank; for a wrong result, which tensor and rows are wrong, and by how much.
 
     `error` and `tolerance` are relative to the largest entry of the exact tensor.
     """
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -> Tensor:
-    """The positions of a rank's rows by the target's attribute `layout`: see docs/audit.md."""
+    """The positions of a rank's rows by the attribute `layout` of the audited function; see docs/audit.md."""
     layout = getattr(target, "layout", "contiguous")
     if callable(layout):
         return torch.as_tensor(layout(tokens, rank, ranks), device="cpu")
@@ -65,7 +65,10 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
 
 
 def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], ranks: int) -> None:
-    """Raise InvalidInput if the target's `layout` or `dtype` is unknown, or the layout cannot cut these cases."""
+    """Raise InvalidInput if the `layout` or `dtype` of the audited function is unknown.
+
+    Also if the layout cannot shard the sequences of these cases.
+    """
     for key, default, known in (("layout", LAYOUTS[0], LAYOUTS), ("dtype", DTYPES[0], DTYPES)):
         value = getattr(target, key, default)
         if value not in known and not (key == "layout" and callable(value)):
@@ -83,9 +86,9 @@ def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], r
 def judge(
     compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, solved: Any, device: torch.device
 ) -> Verdict:
-    """The verdict of `compare`, or, if it raises, the verdict that its exception means.
+    """Return the verdict of `compare`; if `compare` raises an exception, the verdict "refused", "wrong" or "crash".
 
-    Collective, as the target is.
+    Collective if the audited function is.
     """
     try:
         return compare(target, case, device, solved)
@@ -97,11 +100,11 @@ def judge(
 
 
 class WrongError(Exception):
-    """What is wrong with a result, apart from its numbers."""
+    """A result has the wrong type, shape or dtype."""
 
 
 def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Raise WrongError unless x is a tensor of this shape and dtype; None: of any."""
+    """Raise WrongError unless `x` is a tensor of this shape and dtype; with dtype None, any dtype is right."""
     if not isinstance(x, Tensor):
         raise WrongError(f"{name} is of type {type(x).__name__}, not a tensor")
     if tuple(x.shape) != tuple(shape):
@@ -111,7 +114,10 @@ def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype 
 
 
 def compare(target: Callable[..., Any], case: Case, device: torch.device, solved: None = None) -> Verdict:
-    """Call the target on this rank's shards, with a random cotangent. Collective."""
+    """Call the audited function on this rank's shards, and compare its results with exact ones. Collective.
+
+    The gradient of the output is random.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, dtype = place_rows(target, case.tokens, rank, ranks), getattr(torch, case.dtype)
     if "differ" in case.ways and rank == 1:
@@ -211,13 +217,16 @@ def _worst(case: Case, rows: Tensor, found: Sequence[Tensor | None], keep: Tenso
 
 
 def choose(verdicts: Sequence[Verdict]) -> Verdict:
-    """The first verdict that is wrong, else the one that is nearest to its tolerance."""
+    """The first verdict that is "wrong"; if there is none, the one whose error is nearest to its tolerance."""
     wrong = [one for one in verdicts if one.verdict == "wrong"]
     return wrong[0] if wrong else max(verdicts, key=lambda one: one.error / one.tolerance)
 
 
 def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtype) -> float:
-    """The tolerance, relative to `scale`: a multiple of the error of one device's call, between two bounds."""
+    """The largest error to accept, relative to `scale`.
+
+    It is a multiple of the error that a call on one device has in this dtype, within two bounds.
+    """
     least = (ROUNDING if dtype.itemsize > 2 else ROUNDING_16) * torch.finfo(dtype).eps
     return min(max(TIMES * float((alone - exact).abs().max()) / scale, least), MOST)
 
@@ -225,7 +234,10 @@ def find_tolerance(alone: Tensor, exact: Tensor, scale: float, dtype: torch.dtyp
 def check(
     name: str, ours: Tensor, exact: Tensor, tolerance: float, rows: Tensor | None, scale: float | None = None
 ) -> Verdict:
-    """The verdict, exact or wrong, on one tensor; `rows` are the positions along its third axis, to name wrong ones."""
+    """Compare one tensor with the exact one; the verdict is "exact" or "wrong".
+
+    `rows` are the positions along the third dim, with which the verdict names wrong rows.
+    """
     finite = exact.isfinite()
     away = (ours.double().cpu() - exact).abs().masked_fill(~finite, 0.0)
     away = away.nan_to_num(nan=inf, posinf=inf)

@@ -28,9 +28,10 @@ SIZES: dict[str, Any] = {
 
 
 def load_model(name: str) -> tuple[Callable[[], Any], str, str]:
-    """(a function that makes the model, an import and an expression that do so in a script). Raises InvalidInput.
+    """Find a model by name; returns (function that makes it, import statement, expression).
 
-    `name` is module:function, a class of transformers, made with tiny sizes, or a folder with config.json.
+    The import and the expression make the model in a script. `name` is module:function, a class of transformers (made
+    with tiny sizes), or a folder with config.json. Raises InvalidInput.
     """
     module, named, function = name.partition(":")
     find: Any = partial(find_named, f"model={name}", module if named else "transformers")
@@ -64,7 +65,10 @@ def list_cases(ranks: int) -> Iterator[Case]:
 
 
 def make_batch(case: Case, words: int = 61, seed: int = 2) -> dict[str, Tensor]:
-    """Whole sequences: input_ids [B, N], position_ids that restart, or an attention_mask with zeros for padding."""
+    """A batch of whole sequences: input_ids [B, N], and for documents or padding another tensor.
+
+    For packed documents position_ids that restart in each, for padding an attention_mask that is 0 there.
+    """
     source = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, words, (case.batch, case.tokens), generator=source, device="cpu")
     if "documents" in case.mask:
@@ -75,7 +79,7 @@ def make_batch(case: Case, words: int = 61, seed: int = 2) -> dict[str, Tensor]:
 
 
 def find_spans(case: Case) -> list[tuple[int, int]]:
-    """(first token, end) of the sequences of a row."""
+    """(first, end) of each sequence within a row: its documents, or all tokens that are not padding."""
     ends = [*accumulate(case.mask.get("documents", ()))]
     return [*pairwise([0, *ends])] or [case.real]
 
@@ -99,7 +103,7 @@ def check_model(name: str, case: Case) -> None:
 
 
 class Tested:
-    """A model with equal weights on all ranks, by itself and as parallelized by a target."""
+    """A model with equal weights on all ranks, to run in one process and as parallelized by the audited function."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(1)
@@ -117,7 +121,7 @@ class Tested:
             x.data.copy_(held)
 
     def compute(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
-        """Logits and gradients of one process by eager attention, each sequence by itself, as fp64."""
+        """Logits and gradients, as fp64, of eager attention in one process, which runs each sequence alone."""
         model = deepcopy(self.base).to(getattr(torch, case.dtype)).to(dtype)
         ids, options = make_batch(case, self.words)["input_ids"], {}
         if hasattr(model, "set_attn_implementation"):
@@ -133,13 +137,13 @@ class Tested:
         return [x.detach().double() for x in (logits, *grads)]
 
     def solve(self, case: Case) -> tuple[list[Tensor], list[Tensor]]:
-        """What `compute` finds in fp64, and in the dtype of the case."""
+        """The results of `compute` in fp64, and its results in the dtype of the case."""
         return self.compute(case, torch.float64), self.compute(case, getattr(torch, case.dtype))
 
     def compare(
         self, target: Callable[..., Any], case: Case, device: torch.device, solved: tuple[list[Tensor], list[Tensor]]
     ) -> Verdict:
-        """The verdict on this rank's logits, and on the sums over the ranks of the gradients. Collective."""
+        """Compare this rank's logits, and the gradients summed over ranks, with one process. Collective."""
         rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, case.dtype)
         rows, model = place_rows(target, case.tokens, rank, ranks), deepcopy(self.base).to(dtype).to(device)
         exact, alone = solved

@@ -32,9 +32,10 @@ def see(case: Case) -> Tensor:
 
 
 def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out [B, H, N, D], lse [B, H, N]) of q [B, H, N, D] and k, v [B, K, N, D] in their dtype; rows without keys: 0.
+    """Exact attention: (out [B, H, N, D], lse [B, H, N]) of q [B, H, N, D] and k, v [B, K, N, D], in their dtype.
 
-    `keep` [B, H, N, N] holds 1 / (1 - p) for weights that dropout kept, and 0 for the others.
+    Rows that see no key have out 0. `keep` [B, H, N, N] is 1 / (1 - p) for weights that dropout kept, and 0 for dropped
+    ones.
     """
     group, seen = case.heads // case.kv_heads, see(case).to(q.device)
     scores = q @ k.repeat_interleave(group, 1).mT * (case.mask.get("scale") or case.head_dim**-0.5)
@@ -51,14 +52,14 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = No
 
 
 def make_sink_logits(case: Case) -> Tensor:
-    """A learned logit of each query head, [H]."""
+    """The learned sink logits of a case, [H]: for each query head, the logit of an extra key."""
     return torch.linspace(-1.0, 1.0, case.heads, device="cpu")
 
 
 def make_inputs(case: Case) -> list[Tensor]:
-    """q, k, v and the cotangent of out over the whole sequence, fp64 with values of the case's dtype.
+    """q, k, v and the gradient of out for the whole sequence, in fp64, rounded to the dtype of the case.
 
-    With dropout v is the unit matrix, so that out shows every weight. The cotangent of padding is 0.
+    With dropout, v is the unit matrix, so that out contains every attention weight. The gradient is 0 for padding.
     """
     source = torch.Generator().manual_seed(case.tokens)
     wide = (case.batch, case.heads, case.tokens, case.head_dim)
@@ -75,7 +76,7 @@ def make_inputs(case: Case) -> list[Tensor]:
 
 
 def solve(case: Case, dtype: torch.dtype, keep: Tensor | None = None) -> list[Tensor]:
-    """out, dq, dk and dv, computed in `dtype`, as fp64."""
+    """Exact out, dq, dk and dv of a case, computed in `dtype` and returned as fp64."""
     *qkv, grad = (x.to(dtype) for x in make_inputs(case))
     leaves = [x.requires_grad_() for x in qkv]
     out, _ = attend(case, leaves[0], leaves[1], leaves[2], None if keep is None else keep.to(dtype))

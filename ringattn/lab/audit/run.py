@@ -37,7 +37,7 @@ STUCK, LINGER = 3, 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a feature: the worst verdict of all ranks, on which rank, and the smallest failing script."""
+    """The result of an audit for one feature: the worst verdict, its rank, and a script that shows the failure."""
 
     case: Case
     verdict: Verdict
@@ -46,7 +46,10 @@ class Finding:
 
 
 def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
-    """The function "module:function", or that of an adapter by name, of shards or of a model. Raises InvalidInput."""
+    """The function to audit: "module:function", or the name of an adapter. Raises InvalidInput.
+
+    With `model`, the adapter's function for models, else its function for shards.
+    """
     module, named, function = name.partition(":")
     if not named:
         if name not in ADAPTERS:
@@ -63,7 +66,7 @@ def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
-    """The cases of an audit: of these features or, if they have a minus, of all but these. Raises InvalidInput."""
+    """The test cases of these features; if features begin with a minus, all cases but theirs. Raises InvalidInput."""
     cases = {case.feature: case for case in (list_cases if model is None else models.list_cases)(ranks)}
     names = {name.removeprefix("-") for name in features or ()}
     for name in names - {*cases}:
@@ -73,7 +76,7 @@ def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None =
 
 
 def check(target: str, ranks: int, cases: Sequence[Case], model: str | None = None) -> None:
-    """Raise InvalidInput for a target or a model that no rank can try on these cases."""
+    """Raise InvalidInput for a function or a model that cannot be audited with these cases on any rank."""
     check_target(target, load_target(target, model), cases, ranks)
     if model is not None:
         models.check_model(model, cases[0])
@@ -82,10 +85,10 @@ def check(target: str, ranks: int, cases: Sequence[Case], model: str | None = No
 def audit(
     target: str, ranks: int, cases: Sequence[Case], patience: float, model: str | None = None
 ) -> Iterator[Finding]:
-    """The findings of a target on new Gloo ranks of this machine, in the order of the cases.
+    """Audit a function on new Gloo ranks of this machine; yields a Finding for each case, in order.
 
-    A rank that is not done after `patience` seconds hangs; the remaining cases then run on new ranks. If interrupted,
-    yields what was found, and then raises.
+    A rank that has no result after `patience` seconds is taken to hang; the remaining cases then run on new ranks. If
+    interrupted, yields the findings so far, and then raises the interruption.
     """
     check(target, ranks, cases, model)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +117,7 @@ def audit(
 
 
 def read(path: Path) -> tuple[dict[str, Finding], str]:
-    """(the findings that rank 0 has written to the file, by feature; the feature that was begun last)."""
+    """Read the file that rank 0 writes: (findings by feature, the feature that was begun last)."""
     found, begun = dict[str, Finding](), ""
     with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # the last one may be half written
         while True:
@@ -166,7 +169,10 @@ class _Rank:
                 file.write(pickle.dumps(one))
 
     def tell(self, case: Case, verdicts: Sequence[Verdict], smaller: Case | None = None) -> None:
-        """Keep what became of a case, with the smallest one that is also wrong."""
+        """On rank 0, turn the verdicts of all ranks on a case into its Finding.
+
+        `smaller` is the smallest case that is also wrong.
+        """
         if self.rank:
             return
         # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
@@ -185,7 +191,10 @@ class _Rank:
         self.write(finding)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
-        """The verdicts of all ranks on a case, exchanged through the store under the key `number`."""
+        """Run a case on this rank; returns the verdicts of all ranks on it.
+
+        Ranks exchange verdicts through the store, under the key `number`.
+        """
         solved = self.tested and self.tested.solve(case)
         self.store.set(f"{number}/ready/{self.rank}", "")
         self.wait([f"{number}/ready/{rank}" for rank in range(self.ranks)], inf)
@@ -201,7 +210,10 @@ class _Rank:
         return verdicts
 
     def give_up(self, case: Case, number: str, mine: Verdict | None = None) -> None:
-        """End this process, as a rank hangs in this case: this one without a verdict `mine`, otherwise another one."""
+        """End this process because a rank hangs in this case.
+
+        Without the verdict `mine`, it is this rank that hangs; otherwise it is another one.
+        """
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(stuck))
@@ -220,7 +232,7 @@ class _Rank:
             os._exit(STUCK)
 
     def wait(self, keys: list[str], seconds: float) -> None:
-        """Wait until the keys are set, or for `seconds`. Unlike store.wait, this lets signals through.
+        """Wait up to `seconds` until the store has all `keys`. Unlike store.wait, this lets signals interrupt.
 
         Raises CommFailure if rank 0 has failed.
         """
@@ -262,10 +274,10 @@ def work(
     rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None = None,
     report: Callable[[list[Finding]], None] | None = None, path: Path | None = None,
 ) -> None:  # fmt: skip
-    """Try the cases on this rank of a group. Collective.
+    """Run the cases of an audit on this rank. Collective.
 
-    Rank 0 appends the findings to the file at `path`, see `read`, or calls `report` with them at the end, also if ranks
-    hang or end early. Raises CommFailure on the others if rank 0 fails, for example because its report does.
+    Rank 0 appends the findings to the file at `path`, see `read`, or calls `report` with them at the end, even if ranks
+    hang or end early. Raises CommFailure on the other ranks if rank 0 fails, for example because its report does.
     """
     with _Rank(rank, name, patience, model, report, path) as one:
         try:

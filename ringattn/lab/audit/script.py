@@ -73,9 +73,10 @@ MODEL = """    torch.manual_seed(1)
 
 
 def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, tested: Tested | None) -> str:
-    """A script that shows the failure of a case, of the model `tested`; "" if it depends on `Case.ways` or on dropout.
+    """A short script that shows the failure of a case; "" for cases that a script cannot show.
 
-    Not collective, as rank 0 alone writes it.
+    These are cases with `Case.ways`, dropout or sink logits. `tested` is the model of the case, if it has one. Not
+    collective: only rank 0 writes the script.
     """
     if case.ways or case.mask.get("dropout") or case.mask.get("sink_logits"):
         return ""

@@ -27,10 +27,10 @@ DRAWN = 32768
 
 
 def make_inputs(settings: dict[str, Any], count: int) -> list[torch.Tensor]:
-    """`count` tensors [B, H, N, D] of the whole sequence, equal on all ranks.
+    """Make `count` random tensors [B, H, N, D] of the whole sequence, equal on all ranks.
 
-    Drawing a million rows would take longer than attention over them. Later blocks therefore reuse the drawn rows, with
-    the signs of the columns changed at random per block and head.
+    Drawing a million rows would take longer than attention over them. Later blocks of rows therefore repeat the drawn
+    rows, with random signs for the columns of each block and head.
     """
     source, dtype = torch.Generator().manual_seed(1), getattr(torch, settings["dtype"])
     batch, heads, width = settings["batch"], settings["heads"], settings["head_dim"]
@@ -55,7 +55,7 @@ def get_layout(context: Context, name: str | None = None) -> Layout:
 
 
 def make_shards(context: Context, tensors: Sequence[torch.Tensor], layout: str | None = None) -> list[torch.Tensor]:
-    """Copies of this rank's rows of whole-sequence tensors, by `get_layout`."""
+    """Copies of this rank's rows of whole-sequence tensors; the layout is that of `get_layout`."""
     return [get_layout(context, layout).shard_tensor(x, context.rank).clone() for x in tensors]
 
 
@@ -87,7 +87,10 @@ def make_backward(attend: Callable[..., torch.Tensor], inputs: Sequence[torch.Te
 def make_call(
     context: Context, attend: Callable[..., torch.Tensor], *, whole: bool = False, layout: str | None = None
 ) -> Run:
-    """`make_pass` for this rank's shards, or the whole sequence; with gradients if the settings have backward=True."""
+    """`make_pass` for this rank's shards, or with `whole` for the whole sequence, on random inputs.
+
+    Computes gradients if the settings have backward=True.
+    """
     inputs = make_inputs(context.settings, 4 if context.settings.get("backward") else 3)
     q, k, v, *grad = inputs if whole else make_shards(context, inputs, layout)
     return make_pass(attend, [q, k, v], grad[0] if grad else None)
@@ -99,30 +102,30 @@ def make_alone(context: Context, attend: Callable[..., torch.Tensor]) -> Run | N
 
 
 def make_single(context: Context) -> Run | None:
-    """torch's own dense or causal attention on rank 0; None on the other ranks."""
+    """A function that runs torch's own attention, dense or causal, on rank 0; None on the other ranks."""
     return make_alone(context, partial(scaled_dot_product_attention, is_causal=context.settings["causal"]))
 
 
 def make_ours(context: Context) -> Run | None:
-    """Our attention of the whole sequence on rank 0; None on the other ranks."""
+    """A function that runs ringattn's attention of the whole sequence on rank 0; None on the other ranks."""
     return make_alone(context, partial(attention, pattern=parse_pattern(context.settings["pattern"])))
 
 
 def make_ring(context: Context, schedule: str = "ring", transport: Transport | None = None) -> Run:
-    """Our attention on the ranks of a case with this schedule, over `transport` or else Gloo."""
+    """A function that runs ringattn's attention on all ranks, over `transport` or else Gloo."""
     pattern, layout = parse_pattern(context.settings["pattern"]), context.settings["layout"]
     options: Any = {"schedule": schedule, "transport": transport}
     return make_call(context, partial(ring_attention, pattern=pattern, layout=layout, **options))
 
 
 def plan_ring(settings: dict[str, Any], ranks: int, schedule: str, machine: Machine | None = None) -> Plan:
-    """The plan of `make_ring` for the settings of a case."""
+    """The plan of the call that `make_ring` makes for the settings of a case."""
     names = ("pattern", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "batch")
     return make_plan(**{name: settings[name] for name in names}, ranks=ranks, schedule=schedule, machine=machine)
 
 
 def compute_whole(context: Context) -> Any:
-    """The tensors that a case computes, by our attention on one device."""
+    """The results of a case for the whole sequence, computed by ringattn on one device."""
     return make_call(context, partial(attention, pattern=context.settings["pattern"]), whole=True)()
 
 
@@ -139,6 +142,6 @@ def check_error(name: str, results: Sequence[torch.Tensor], exact: Sequence[torc
 
 
 def check_shards(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """The largest relative error of each column's shards on this rank against the results of one device."""
+    """For each column, the largest relative error of this rank's shards; exact results are those of one device."""
     exact = make_shards(context, compute_whole(context))
     return {name: check_error(name, result, exact) for name, result in results.items()}

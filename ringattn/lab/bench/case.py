@@ -20,7 +20,7 @@ HEADS, HEAD_DIM = 8, 64
 
 @dataclass(frozen=True)
 class Context:
-    """The rank on which a column is built, the settings of its case, and its hosts, if it has several."""
+    """Where the function of a column runs: its rank, the settings of its case, and its hosts if there are several."""
 
     rank: int
     ranks: int
@@ -30,11 +30,11 @@ class Context:
 
 @dataclass(frozen=True)
 class BenchColumn:
-    """One of the calls that a case compares.
+    """One of the functions that a case compares.
 
-    `make(context)` is called once per process and returns the function that is timed, or None on a rank that only waits
-    for the others. `threads` is torch's thread count during the run. With `weighed=False` the bytes of the column's
-    tensors are not counted.
+    `make(context)` is called once per process and returns the function to time, or None on a rank that only waits for
+    the others. `threads` is torch's number of threads during the run. With `weighed=False`, the memory of the column's
+    tensors is not measured.
     """
 
     name: str
@@ -45,10 +45,10 @@ class BenchColumn:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of column `over` divided by time of column `under`: above 1, `under` is faster.
+    """The ratio of two columns' times, `over` divided by `under`; above 1, `under` is faster.
 
     `target` is the ratio that must be reached, if any. `work` is the counted work of `under` divided by that of `over`;
-    it multiplies the ratio, which then compares rates instead of times.
+    the ratio is multiplied by `work`, and then compares rates instead of times.
     """
 
     over: str
@@ -59,11 +59,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """Columns that run alternately on the same `ranks` processes, and the ratios of their times.
+    """Several functions (columns) that run in turn on the same `ranks` processes, and the ratios of their times.
 
-    `check(context, results)` compares the columns' results once, before the timing; it returns errors by name, and
-    raises if a result is wrong. A case with `formula_bytes` measures the peak memory of its one column instead of
-    its time: the function returns the predicted rise in bytes, and peak / prediction may reach `limit`.
+    `check(context, results)` compares the results of the columns once, before they are timed; it returns errors by
+    name, and raises if a result is wrong. If a case has `formula_bytes`, the peak memory of its one column is measured,
+    not its time: the function returns the predicted increase in bytes, and peak / prediction must not exceed `limit`.
     """
 
     name: str
@@ -102,12 +102,13 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class BenchSuite:
-    """A suite: its cases, its conclusion from the records of all measured cases, and the texts of its report.
+    """A group of benchmark cases, the conclusion to draw from their results, and texts for the report.
 
-    `conclude` returns a sentence and whether the target is met, None without a target. `check` raises Unsupported if
-    the suite cannot run here, before anything is measured. `title`, `about` and `claim` (a figure of an earlier report,
-    and what it had really measured) are for the reader. `bars` is the plot's title and, by legend, the columns of the
-    summaries that it shows; without it the plot compares ratios, or times.
+    `conclude` returns a sentence about the records of all measured cases, and whether the target is met (None without a
+    target). `check` raises Unsupported, before anything is measured, if the suite cannot run here. `title`, `about` and
+    `claim` are for the reader; `claim` is a number of an earlier report and what it had really measured. `bars` is the
+    title of the plot and, by legend, the columns of the summaries to show in it; without it, the plot compares ratios,
+    or times.
     """
 
     cases: Callable[[], list[BenchCase]]

@@ -26,9 +26,9 @@ TICKS, SEGMENT = 250, 1 << 16
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` hosts of `ranks_per_node` ranks.
+    """The size of a simulated cluster: `nodes` hosts with `ranks_per_node` ranks each.
 
-    `bandwidth` is that of the link of each host to the others, in bytes per second and direction. Ranks of a host
+    `bandwidth` is that of each host's link to the other hosts, in bytes per second and direction. Ranks of one host
     reach each other over its loopback interface.
     """
 
@@ -44,7 +44,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a cluster, as `make_hosts` made them. Host i has the interface eth0 with `address(i)`."""
+    """The hosts of a simulated cluster, made by `make_hosts`; host i has a network interface eth0 with `address(i)`."""
 
     cluster: Cluster
     #: Begins the names of namespaces and links, so that two runs do not meet.
@@ -61,7 +61,10 @@ class Hosts:
         return ["ip", "netns", "exec", f"{self.tag}h{host}"]
 
     def enter(self, rank: int) -> None:
-        """Move this process, of one thread, to the host of a rank, and to that host's share of the cores."""
+        """Move this process to the host of a rank, and to the share of the CPU cores that the host has.
+
+        The process must have only one thread.
+        """
         host = rank // self.cluster.ranks_per_node
         namespace = os.open(f"/run/netns/{self.tag}h{host}", os.O_RDONLY)
         try:
@@ -95,9 +98,10 @@ class Hosts:
 
 @contextmanager
 def make_hosts(cluster: Cluster, *, ipv6: bool = False) -> Iterator[Hosts]:
-    """The hosts of a cluster. They, and all processes on them, end with the block, or with this process.
+    """Context manager that simulates a cluster with network namespaces on this machine.
 
-    Raises Unsupported without root, network namespaces, or the programs `ip` and `tc`.
+    The hosts and all processes on them end with the block, or with this process. Raises Unsupported without root,
+    network namespaces, or the programs `ip` and `tc`.
     """
     hosts = Hosts(cluster, f"ra{secrets.token_hex(3)}", ipv6)
     tag, numbers = hosts.tag, range(cluster.nodes)

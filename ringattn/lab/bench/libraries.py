@@ -31,7 +31,10 @@ def say_what_lacks(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Mask:
-    """A pattern, and the same mask for libraries: window and documents for flash, `keep(numbers)` for FlexAttention."""
+    """A pattern, and the same mask in the forms that other libraries take.
+
+    `window` and `cu_seqlens` are for flash, `keep(numbers)` is for FlexAttention.
+    """
 
     pattern: Pattern
     window: tuple[int, int] | None = None
@@ -74,7 +77,10 @@ def list_masks(tokens: int, window: int, block: int, segment: int, rate: int) ->
 
 
 def make_call(library: str, mask: Mask, tokens: int, heads: int, device: str) -> Attend:
-    """A library's attention call with this mask. Raises one of `CANNOT_RUN`, now or when called, if unsupported."""
+    """A function that runs a library's attention with this mask.
+
+    If the library does not support the mask, raises one of `CANNOT_RUN`, now or when the function is called.
+    """
     if library == "FlexAttention":
         from torch._functorch import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -15,9 +15,10 @@ FORMAT = "ringattn bench 3"
 
 
 def open_results(folder: Path, header: dict[str, Any], names: list[str]) -> Journal:
-    """The journal of an interrupted run to continue (same header, some of `names` not measured), or else a new one.
+    """Open the journal of an interrupted run to continue it; if there is none, begin a new journal.
 
-    A new file has a dated, numbered name. Headers are compared without their dates.
+    A run can continue if its header is the same, apart from the date, and some of the cases `names` are not yet
+    measured. A new file has a dated, numbered name.
     """
     host = header["machine"]
     hardware = slug(header["device"] or "") or f"{slug(str(host['cpu']))}_{host['cores']}cores"
@@ -43,10 +44,10 @@ def _without_date(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path, setting: str = "results") -> dict[str, Any]:
-    """The record of a suite: its header, "cases", and "mixed": whether the code changed during the run.
+    """Read the results of a suite: its header, its "cases", and "mixed", whether the code changed during the run.
 
-    Raises InvalidInput, naming `setting`, the argument that gave the path, if the file cannot be read or holds no
-    results of a suite.
+    Raises InvalidInput if the file cannot be read or holds no results of a suite. `setting` names the argument that
+    gave the path.
     """
     check_readable(path, setting)
     header, records = _read(path)

@@ -42,7 +42,7 @@ MOST_SETTING, MOST_REMARK = 40, 160
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What the page needs from a suite's results."""
+    """The results of a suite, in the form in which the report page shows them."""
 
     record: dict[str, Any]
 
@@ -53,7 +53,7 @@ class BenchReport:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings: `MIXED` if it applies, and how many cases are missing."""
+        """Warnings for the reader: that the code changed during the run (`MIXED`), and how many cases are missing."""
         warnings = [MIXED] if self.record["mixed"] else []
         if (done := len(self.record["cases"])) < self.record["planned"]:
             warnings.append(f"Incomplete: {done} of {self.record['planned']} cases; measure the others: {self.command}")
@@ -71,7 +71,7 @@ class BenchReport:
 
     @property
     def tables(self) -> list[ReportTable]:
-        """The non-empty tables: by length, ratios, memory against a formula, summaries of cases, every column."""
+        """The tables that have rows: by length, ratios, memory against a formula, summaries of cases, all columns."""
         cases = self.record["cases"]
         tables = [
             _by_tokens("median time by tokens [measured]", cases, figures.median, duration),
@@ -91,7 +91,7 @@ class BenchReport:
 
     @property
     def notes(self) -> list[str]:
-        """How the numbers were obtained, and the pattern of each system."""
+        """Notes on how the numbers were measured, and the pattern that each system computes."""
         cases = self.record["cases"]
         patterns = [
             f"{settings['system']}: {settings['pattern']}"
@@ -130,7 +130,10 @@ def _judge(cases: list[CaseRecord]) -> tuple[str, None]:
 
 
 def narrow(table: ReportTable) -> ReportTable:
-    """A table that fits a console: per-case tables lose the columns of settings and details; remarks are cut."""
+    """A version of `table` that fits on a console.
+
+    Tables of cases lose the columns for settings and details; long remarks are shortened.
+    """
     is_of_cases = {"IQR", "remark"} & set(table.header)
     left_out = (*SETTINGS, "threads", "min", "max", "tokens/s") if is_of_cases else ()
     kept = [i for i, name in enumerate(table.header) if name not in left_out]
@@ -233,7 +236,10 @@ def _by_tokens(
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], noise: float) -> ReportTable:
-    """The columns of two results side by side; slower if new / old exceeds 1 + noise, faster below 1 / (1 + noise)."""
+    """A table that compares two results of a suite, column by column.
+
+    A column is slower if new / old exceeds 1 + noise, and faster if it is below 1 / (1 + noise).
+    """
     before, after = (_columns_by_name(record) for record in (old, new))
     rows = []
     for key in dict.fromkeys((*before, *after)):
@@ -296,9 +302,9 @@ def write_page(results: Path, target: Path) -> BenchReport:
 
 
 def write_index(folder: Path) -> list[Path]:
-    """Write the README.md of a folder: the newest run of each suite per machine, and of each study; returns [its path].
+    """Write the README.md of a folder: a table of the newest run of each suite per machine, and of each study.
 
-    A README.md that this function did not write is left alone, and the result is [].
+    Returns [path of README.md], or [] if there is a README.md that this function did not write, which stays unchanged.
     """
     target = folder / "README.md"
     if target.exists() and not target.read_text(errors="replace").startswith(INDEX):

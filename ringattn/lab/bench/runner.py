@@ -52,10 +52,10 @@ FOLLOWING = ("CommFailure", "RuntimeError")
 def run_suite(
     suite: str, asked: list[str] | None, repeat: int, folder: Path, memory: int | None, tell: Callable[[str], None]
 ) -> Path:
-    """Measure the cases of a suite (all, or those in `asked`) that the folder's results lack; returns their path.
+    """Measure those cases of a suite that have no results in the folder yet; returns the path of the results.
 
-    Results with the same code, settings and machine are continued. `memory`: the most bytes that each process may
-    allocate; None for no limit. `tell` receives a line before each case.
+    `asked` names the cases; None: all. Stored results of the same code, settings and machine are continued. `memory` is
+    the most bytes that each process may allocate; None: no limit. `tell` receives a line of text before each case.
     """
     cases = get_cases(suite, asked)
     header = make_header(suite, asked, repeat, memory, cases)
@@ -139,7 +139,10 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
 
 
 def measure(rank: int, hosts: Hosts | None, suite: str, name: str, repeat: int, memory: int | None) -> dict[str, Any]:
-    """Raw numbers of a case on one rank, or its failure. Runs in its own process, limited to `memory` bytes."""
+    """Measure a case on one rank; returns its numbers, or its failure.
+
+    Runs in a process of its own, which may allocate at most `memory` bytes.
+    """
     (case,) = get_cases(suite, [name])
     if memory is not None:
         limit_memory(memory)
@@ -166,12 +169,13 @@ def classify(error: Exception) -> str:
 
 
 def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -> dict[str, Any]:
-    """The raw numbers of one rank: of `repeat` rounds, or fewer if `case.rounds` says so.
+    """Measure a case on one rank, in `repeat` rounds, or fewer if `case.rounds` says so; returns the raw numbers.
 
-    Of a case with `formula_bytes`: {"bytes": of each round, "allowed": bytes, "errors": {}}. Of a case with `measure`:
-    what it returns. Of all others, whose columns run once to warm up and to be checked, then in turns, and then once
-    more for their memory: {"times": seconds by column, "errors": by name, "peaks": bytes by column}, and {"details":}
-    with the reasons of `missing` columns and what `count` returns, if the case has either.
+    Usually, all columns run once to warm up and to check their results, then in turn in each round, and then once more
+    to measure memory. Returns {"times": seconds by column, "errors": by name, "peaks": bytes by column} and, if the
+    case has columns that cannot run here or a `count`, "details" with the reasons by column and what `count` returns.
+    For a case with `formula_bytes`, returns {"bytes": by round, "allowed": bytes, "errors": {}}. For a case with
+    `measure`, returns its result.
     """
     context = Context(rank, case.ranks, case.settings, hosts)
     repeat = min(repeat, case.rounds or repeat)
@@ -219,10 +223,10 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the storages that ops return inside a `with` block: `live` bytes now, `peak` bytes since `restart`.
+    """Context manager that counts the memory of tensors made in the block: `live` bytes now, `peak` bytes at most.
 
-    A storage counts once, from the op that returns it until nothing refers to it. Scratch space inside an op is not
-    counted here, only in the peak of the process.
+    `peak` is counted from the last `restart`. A tensor's memory counts once, from the op that returns it until nothing
+    refers to it. Memory used only within an op is not counted; the peak of the process includes it.
     """
 
     def __init__(self) -> None:
@@ -235,7 +239,7 @@ class TensorBytes(TorchDispatchMode):
         return False  # True makes torch import its compiler, which takes seconds, only to keep this mode out of graphs
 
     def restart(self) -> None:
-        """Start a new peak from the bytes that are alive now."""
+        """Forget the peak so far: count a new one, beginning with the bytes that are alive now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +265,11 @@ class TensorBytes(TorchDispatchMode):
 
 
 def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
-    """Peak bytes of one more, untimed run: {"tensors": with inputs, "process": above what was resident before them}."""
+    """Run a column once more, without timing it; returns its peak memory in bytes.
+
+    "tensors" is the peak of all tensors, inputs included; "process" is how far the process grew beyond its size before
+    the inputs were made.
+    """
     with TensorBytes():
         torch.zeros(1, device="cpu").add(1)  # loads what the counter needs; must not count as memory of the run
     peak_memory.return_freed()
@@ -279,7 +287,7 @@ def weigh(column: BenchColumn, context: Context) -> dict[str, int]:
 
 
 def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of every column in every round, measured by `timers`. Columns take turns within a round."""
+    """Call each timer once per round, in turn; returns by column the seconds that its timer measured in each round."""
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeat):
         for name, timer in timers.items():
@@ -288,7 +296,7 @@ def take_turns(timers: dict[str, Callable[[], float]], repeat: int) -> dict[str,
 
 
 def time_run(threads: int, run: Run | None) -> float:
-    """Seconds of one run between two barriers, so that it includes the wait for the slowest rank."""
+    """Seconds of one run, between two barriers: they include the wait for the slowest rank."""
     torch.set_num_threads(threads)
     _barrier()
     start = time.perf_counter()
@@ -316,7 +324,7 @@ def _measure_memory(case: BenchCase, context: Context, repeat: int) -> dict[str,
 
 
 def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
-    """The record of a case: medians, spreads and ratios of the raw numbers of its ranks, with the raw numbers."""
+    """The record of a case: medians, spreads and ratios of the numbers that its ranks measured, and these numbers."""
     record: CaseRecord = {
         "case": case.name,
         "ranks": case.ranks,

@@ -46,9 +46,9 @@ Module = RingAttention | MultiheadAttention
 
 @dataclass(frozen=True)
 class System:
-    """How to make a system: `make(settings, place)`, where `place` has further options on real ranks.
+    """A module to benchmark: `make(settings, place)` makes it; `place` has further options for real ranks.
 
-    `settings` are the defaults, which a suite may replace. `multihead`: the input is [B, N, H * D].
+    `settings` are the default settings, which a suite may replace. If `multihead`, the input is [B, N, H * D].
     """
 
     make: Callable[[dict[str, Any], dict[str, Any]], Module]
@@ -141,9 +141,10 @@ def make_system_case(
     settings: dict[str, Any] | None = None,
     **limits: Any,
 ) -> BenchCase:
-    """One case: the forward of a system without gradients; `settings` are added to, or replace, those of the system.
+    """One case: the forward of a system, without gradients.
 
-    `label` is the system's name in the report; `limits` are `may_fail` and `after` of the case.
+    `settings` replace, or are added to, those of the system. `label` is the system's name in the report; `limits` are
+    `may_fail` and `after` of the case.
     """
     kind, _, ring_size = name.partition("_r")
     system = SYSTEMS[kind]
@@ -212,7 +213,7 @@ def _check(context: Context, results: dict[str, Any]) -> dict[str, float]:
 def compute_exact_rows(
     module: Module, inputs: list[torch.Tensor], rows: list[int], positions: np.ndarray, layout: Layout
 ) -> torch.Tensor:
-    """The rows `rows` of the module's output in fp64, [B, len(rows), H * D], on all ranks. Collective."""
+    """Some rows of the module's output, computed in fp64: [B, len(rows), H * D], on all ranks. Collective."""
     if isinstance(module, MultiheadAttention):
         core: Any = module.core
         q, k, v = module._project(*inputs * 3)
@@ -261,7 +262,7 @@ def _all_reduce(x: torch.Tensor, most: bool, ranks: int) -> torch.Tensor:
 
 
 def find_cases(records: list[CaseRecord], system: str) -> list[CaseRecord]:
-    """The records with numbers of the systems whose names begin with `system`."""
+    """The records with measured numbers whose system has a name that begins with `system`."""
     return [x for x in records if str(x["settings"].get("system", "")).startswith(system) and x.get("columns")]
 
 

@@ -12,7 +12,10 @@ from ...machine.kernel_times import SHAPES, KernelTimes, TimeGrid
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of repeated calls of the attention kernel on one tile, on all ranks; `flops`: useful FLOPs per call."""
+    """Times of repeated calls of the attention kernel on one tile, on all ranks.
+
+    `seconds` are those of each call; `flops` are the useful FLOPs of a call.
+    """
 
     shape: str
     backward: bool
@@ -35,11 +38,11 @@ class LinkFit:
 def fit_kernel_times(
     samples: Sequence[Sample], overhead: tuple[float, float], head_dim: int, dtype: str, heads: int | None = None
 ) -> KernelTimes:
-    """Kernel times from samples that form a grid of rows x keys for each shape and direction.
+    """Kernel times from samples, which form a grid of rows x keys for each shape and direction.
 
-    A dense sample whose number of keys differs from every number of rows is ragged: ragged keys get the factor (its
-    rate / the rate of the grid), at most 1. A rate is FLOPs / (median seconds - overhead); at most nine tenths of the
-    median count as overhead.
+    A dense sample whose number of keys differs from every number of rows in the grid is ragged. The factor of ragged
+    keys is (its rate / the rate of the grid), at most 1. A rate is FLOPs / (median seconds - overhead); at most nine
+    tenths of the median count as overhead.
     """
     grids = []
     for shape in SHAPES:
@@ -90,14 +93,14 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
 
 
 def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], Sequence[float]]]) -> float:
-    """The share of a message's time, 0 to 1, by which it lengthens the visit that hides it.
+    """How much a message slows down the computation that runs at the same time: a share of its own time, 0 to 1.
 
-    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended);
-    repetitions of the first and the last are paired. For each size, take the median of (seconds of both at once -
-    seconds of the longer one alone) / (seconds of the shorter one alone); the result is the median over sizes. A
-    message that finds no free core ends after the visit, and the rank waits. Where messages take more than twice as
-    long as visits, noise exceeds the effect: such sizes do not count, unless there are only such, of which the one with
-    the smallest ratio counts.
+    `samples` has, for each size, the seconds of (visits alone, messages alone, both at once until both have ended); a
+    visit is the computation with one block. The repetitions of the first and the last are paired. For each size, take
+    the median of (seconds of both at once - seconds of the longer one alone) / (seconds of the shorter one alone); the
+    result is the median over sizes. A message that finds no free core ends after the visit, and the rank waits. If
+    messages take more than twice as long as visits, noise exceeds the effect: such sizes are left out. If all sizes are
+    such, the one with the smallest ratio counts.
     """
     ratios = [median(message) / median(visit) for visit, message, _ in samples]
     samples = [one for one, ratio in zip(samples, ratios, strict=True) if ratio <= max(2.0, min(ratios))]
@@ -110,11 +113,11 @@ def fit_interference(samples: Sequence[tuple[Sequence[float], Sequence[float], S
 
 
 def fit_calls(passes: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
-    """(seconds of a call, seconds per byte) that best explain what passes of one direction take beyond the model.
+    """(seconds per call, seconds per byte) that best explain the time of passes that the model does not predict.
 
-    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds). A call takes >= 0 seconds,
-    and a byte at least `least` seconds, as every call reads and writes its tensors. Weighted linear least squares: the
-    variance of a pass grows with its seconds, as in a sum of independent delays.
+    `passes` has (measured seconds, bytes of a rank's tensors, measured - modelled seconds), all of one direction. A
+    call takes at least 0 seconds, and a byte at least `least` seconds, because every call reads and writes its tensors.
+    Weighted linear least squares: the variance of a pass grows with its seconds, as in a sum of independent delays.
     """
     points = [(1 / t, nbytes, left) for t, nbytes, left in passes]
     call, per_byte = _fit_line(points)

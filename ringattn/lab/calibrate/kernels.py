@@ -27,10 +27,11 @@ REFERENCE_ROWS = 256
 
 
 def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterator[Work]:
-    """One work for each point of the grids: dense rows x keys, causal triangles, and bands of `widths` keys per row.
+    """The works to time: dense tiles of rows x keys, causal triangles, and bands of `widths` keys per row.
 
-    Also a ragged dense tile for each size, unless the sizes are ragged themselves. Works of one shape come largest
-    first: right after a work of 1 s, a call of 0.1 ms would take up to 4 times as long.
+    Also one dense tile for each size whose keys are not a multiple of a tile (ragged), unless the sizes themselves are
+    ragged. Within each kind, large works come first: right after a work of 1 s, a call of 0.1 ms would take up to 4
+    times as long.
     """
     all_heads = range(heads)
     ragged = [(n, n - RAGGED_BY) for n in rows if not any(m % WHOLE_KEYS for m in rows)]
@@ -44,10 +45,10 @@ def list_works(rows: Sequence[int], widths: Sequence[int], heads: int) -> Iterat
 
 
 def time_works(ranks: MeasuringRanks, kernel: Kernel, works: Sequence[Work], settings: Settings) -> list[Sample]:
-    """A sample of each work, forward and then backward.
+    """Time each work, first forward and then backward; returns a sample of each.
 
-    Works of one shape take turns. Repeated alone, a small call takes up to half less time than in a pass, where other
-    calls and their data come between.
+    Works of one shape take turns. A small call that is repeated alone would take up to half less time than in a pass,
+    where other calls and their data come between.
     """
     samples = []
     for backward, group in product((False, True), _group(works, settings)):
@@ -106,22 +107,23 @@ def make_call(
 
 
 def make_reference(kernel: Kernel, settings: Settings, device: torch.device) -> Callable[[], None]:
-    """A small dense forward that takes turns with short calls; its seconds show how fast the machine currently is.
+    """A function that computes a small dense forward, whose time shows how fast the machine currently is.
 
-    A call repeated alone finds its data in the caches and its threads awake, unlike in a pass.
+    It also takes turns with short calls: a call that is repeated alone finds its data in the caches and its threads
+    awake, unlike in a pass.
     """
     return make_call(kernel, square(REFERENCE_ROWS, settings.heads), settings, device, backward=False)
 
 
 def square(rows: int, heads: int) -> Work:
-    """The dense tile of `rows` rows and equally many keys, over all heads."""
+    """A dense work of `rows` queries and equally many keys, for all heads."""
     return Work(range(heads), range(heads), range(rows), (range(rows),))
 
 
 def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) -> list[tuple[float, ...]]:
-    """Seconds of forward and of backward calls on 1 row and 1 key of 1 head: what a call takes besides its work.
+    """The overhead of a kernel call: seconds of forward and of backward calls on 1 row and 1 key of 1 head.
 
-    They take turns with calls on the reference tile, so that their data is not in the caches.
+    These calls take turns with larger ones, so that their data is not in the caches.
     """
     works, found = (square(1, 1), square(REFERENCE_ROWS, settings.heads)), []
     for backward in (False, True):
@@ -131,7 +133,7 @@ def time_overheads(ranks: MeasuringRanks, kernel: Kernel, settings: Settings) ->
 
 
 def time_merges(ranks: MeasuringRanks, rows: Sequence[int], settings: Settings) -> list[TimedBytes]:
-    """For each number of rows: bytes of a wide output and lse, and seconds to merge another into them."""
+    """For each number of rows, the bytes of a partial result and the seconds to merge another one into it."""
     times, heads, dtype = [], settings.heads, wide(settings.torch_dtype)
     for n in rows:
         size = n * heads * (settings.head_dim + 1) * dtype.itemsize

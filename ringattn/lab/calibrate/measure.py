@@ -30,10 +30,11 @@ SHARED = 1.4
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of `rows` queries visiting `rows` keys while a block of `bytes` bytes travels, and of each alone.
+    """Times of a message and a computation, each alone and both at once.
 
-    `message` alone, by repetition. By rank and repetition: `visit` alone; `both`, from posting the message until the
-    visit has ended and the message has arrived.
+    The computation (`visit`) is attention of `rows` queries to `rows` keys; the message has `bytes` bytes. `message`
+    has the seconds of each repetition. `visit` and `both` have those of each rank and repetition; `both` lasts from
+    posting the message until both have ended.
     """
 
     rows: int
@@ -45,7 +46,10 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round, or all rounds together, measured. A single process has no messages, overlaps and passes."""
+    """The measurements of one round, or of all rounds together.
+
+    A single process measures no messages, overlaps and passes.
+    """
 
     #: Of forward calls, and of backward calls.
     overheads: list[tuple[float, ...]]
@@ -62,7 +66,7 @@ class Round:
     def measure(
         cls, ranks: MeasuringRanks, kernel: Kernel, settings: Settings, cases: Sequence[PassCase], *, first: bool
     ) -> Round:
-        """All measurements, made once; `first`: in the first of several rounds. Collective."""
+        """Make all measurements once. Set `first` in the first of several rounds. Collective."""
         overheads = kernels.time_overheads(ranks, kernel, settings)
         works = list(kernels.list_works(settings.rows, settings.widths, settings.heads))
         samples = kernels.time_works(ranks, kernel, works, settings)
@@ -84,7 +88,10 @@ class Round:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """A Round, or a measurement of it, with the seconds of all `parts`: tuples are joined, all else must be equal."""
+    """Combine measurements of several rounds: a Round, or a part of it, with the seconds of all `parts`.
+
+    Tuples are concatenated; everything else must be equal in all parts.
+    """
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(chain.from_iterable(parts))
@@ -97,7 +104,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine, the raw samples behind its numbers, and the errors of the fits."""
+    """A measured machine, the measurements from which its numbers come, and how well the numbers fit them."""
 
     machine: Machine
     samples: dict[str, Any]
@@ -106,11 +113,11 @@ class Calibration:
 
 
 def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]) -> Calibration:
-    """Measure kernels, merging, links, overlap and passes on all ranks, in rounds.
+    """Measure the kernels, merges, links, overlap and passes of this machine, in rounds. Collective.
 
-    Numbers that are not measured come from `base`. A single process measures only kernels and merging. `tell` receives
-    what is being measured, round by round. Collective. Raises InvalidInput, and Unsupported where the kernel cannot
-    compute the dtype.
+    Numbers that are not measured come from `base`. A single process measures only kernels and merges. `tell` receives a
+    text with what is being measured, in each round. Raises InvalidInput, and Unsupported if the kernel cannot compute
+    the dtype.
     """
     probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
     kernel = get_kernel(settings.kernel, probe, probe, probe)
@@ -233,9 +240,9 @@ def time_shift(
 ) -> list[TimedBytes]:
     """Seconds of messages from every rank to the next rank of its node, or to its counterpart on the next node.
 
-    With `alone`, only the first rank of each node sends.
-    Each message follows a visit and uses other buffers than the message before: as in a pass, the threads that copy it
-    were asleep, and its bytes are not in the caches. Repeated alone, messages of some MiB take half as long.
+    With `alone`, only the first rank of each node sends. Each message follows a computation and uses other buffers than
+    the message before. As in a pass, the threads that copy it were asleep, and its bytes are not in the caches;
+    repeated alone, messages of some MiB take half as long.
     """
     visit = kernels.make_reference(kernel, settings, ranks.device)
     node, place = divmod(ranks.rank, ranks.ranks_per_node)
@@ -265,7 +272,10 @@ def _of_last(ranks: MeasuringRanks, seconds: Sequence[float], every: int = 1) ->
 
 
 def measure_overlap(ranks: MeasuringRanks, kernel: Kernel, rows: int, settings: Settings) -> Overlap:
-    """A dense visit of `rows` queries to `rows` keys while as large a K/V block goes to the next node, or rank."""
+    """Time a dense computation of `rows` queries and `rows` keys while as many keys and values travel.
+
+    They go to the next node or, on a single node, to the next rank.
+    """
     visit = kernels.make_call(kernel, kernels.square(rows, settings.heads), settings, ranks.device, backward=False)
     size = 2 * rows * settings.heads * settings.head_dim * settings.torch_dtype.itemsize
     step = ranks.ranks_per_node if ranks.nodes > 1 else 1

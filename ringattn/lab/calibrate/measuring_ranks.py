@@ -30,17 +30,20 @@ REFERENCE_RUNS = 3
 
 
 def count_turns(nbytes: int) -> int:
-    """How many copies of `nbytes` bytes of data to use in turn: COLD_BYTES in all, 2 to MOST_TURNS copies."""
+    """How many copies of `nbytes` bytes of data to use in turn, so that the data is not in the caches.
+
+    Together they have COLD_BYTES bytes; at least 2 copies, at most MOST_TURNS.
+    """
     return max(2, min(COLD_BYTES // nbytes, MOST_TURNS))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a calibration; `kernel` is a name or "auto".
+    """The settings of a calibration; `kernel` is a kernel name or "auto".
 
-    Everything is measured in `repeat` rounds, so that a moment in which the machine is busy spoils only one of them;
-    more rounds follow while they end within `seconds`. Ascending sizes: rows and keys of tiles, keys per row of bands
-    (`widths`), bytes of messages.
+    Everything is measured in `repeat` rounds, so that a moment in which the machine is busy affects only one of them;
+    more rounds follow if they end within `seconds`. Sizes are ascending: `rows` are rows and keys of tiles, `widths`
+    are keys per row of bands, and `messages` are bytes.
     """
 
     heads: Count
@@ -76,9 +79,9 @@ class TimedBytes:
 
 
 class MeasuringRanks:
-    """One rank of a calibration and its transport to the others; None for a single process.
+    """One rank of a calibration, with its transport to the others; the transport is None in a single process.
 
-    All methods are collective except `time_call`, `synchronize`, `make_buffer` and those of messages.
+    All methods are collective except `time_call`, `synchronize`, `make_buffer`, and those that send messages.
     """
 
     def __init__(self, transport: Transport | None, device: torch.device, ranks_per_node: int | None = None) -> None:
@@ -94,9 +97,10 @@ class MeasuringRanks:
         self.pace: float | None = None
 
     def keep_pace(self, reference: Callable[[], Any]) -> None:
-        """Time `reference` now; all later times are scaled to this pace, by timing `reference` again.
+        """Correct all later times for the speed of the machine: scale them to its speed now.
 
-        A CPU that is shared or hot runs slower for minutes, which says nothing about a pass.
+        `reference` is a function that is timed now, and again with later measurements. A CPU that is shared or hot can
+        be slower for minutes, which would distort them.
         """
         self._reference = reference
         self._time_reference()
@@ -113,10 +117,10 @@ class MeasuringRanks:
             yield number
 
     def correction(self, call: Callable[[], T]) -> tuple[T, float]:
-        """The result of a call that all ranks begin together, and the factor that corrects seconds measured in it.
+        """Run `call` on all ranks at once; returns its result, and the factor to correct seconds measured in it.
 
-        The factor is the pace over the mean seconds of the reference call right before and after; 1 without a
-        reference.
+        The factor is the usual time of the reference call (`keep_pace`) divided by its mean time right before and after
+        `call`; 1 without a reference.
         """
         if self.pace is None:
             self.barrier()

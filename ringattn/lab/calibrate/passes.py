@@ -64,7 +64,10 @@ class Pass:
 
 
 def list_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
-    """Every (pattern, layout) of GRID, forward and backward, with two calibrated sizes and the sizes in between."""
+    """The passes to measure: every (pattern, layout) of GRID, forward and backward, at several sizes.
+
+    The sizes are the two smallest of `rows`, and those of `sizes_between`.
+    """
     return [
         PassCase(pattern, layout, n * ranks, backward)
         for n in (*rows[:2], *sizes_between(rows))
@@ -74,19 +77,20 @@ def list_cases(rows: Sequence[int], ranks: int) -> list[PassCase]:
 
 
 def sizes_between(rows: Sequence[int]) -> list[int]:
-    """Rounded geometric means of neighbouring sizes, except of the two smallest, where a call is all overhead.
+    """Sizes between the calibrated ones: rounded geometric means of neighbours, except of the two smallest sizes.
 
-    Passes of these sizes also test the interpolation between measured kernel times.
+    At the smallest sizes, a call is only overhead. Passes of the returned sizes also test the interpolation between
+    measured kernel times.
     """
     means = [round((a * b) ** 0.5) for a, b in pairwise(rows)]
     return means[1:] or means
 
 
 def time_pass(ranks: MeasuringRanks, case: PassCase, settings: Settings, *, warm_up: bool) -> float:
-    """Seconds of a pass on the slowest rank, by its own clock, after a barrier, scaled to the machine's usual speed.
+    """Seconds of a pass on the slowest rank, scaled to the usual speed of the machine. Collective.
 
-    With `warm_up`, after an untimed run on the same tensors, because their place in memory strongly affects a short
-    pass. Collective.
+    Ranks begin at a barrier, and each uses its own clock. With `warm_up`, an untimed run on the same tensors comes
+    first, because their place in memory strongly affects a short pass.
     """
     plan = case.plan(ranks.size, settings)
     shape = (1, settings.heads, plan.layout.rows(ranks.rank), settings.head_dim)

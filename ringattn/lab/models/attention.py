@@ -24,7 +24,10 @@ _ACTIVATIONS = ("q, k, v", "output", "lse")
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Attention of one layer on the ranks of one context-parallel group."""
+    """The predicted cost of attention in one layer: seconds, and buffer bytes on one rank.
+
+    The layer runs on the ranks of one context-parallel group.
+    """
 
     #: Seconds.
     forward: float
@@ -44,10 +47,10 @@ def attention_of_layers(
     backward: bool = True,
     chunk: int | None = None,
 ) -> list[tuple[int, LayerAttention]]:
-    """(number of layers, attention of one of them) for each distinct window, all with one layout.
+    """Predict the attention of all layers: (number of layers, attention of one of them) for each distinct window.
 
-    With `chunk`, a prompt comes in chunks of that many tokens: this is the attention of the last chunk to all tokens.
-    Raises the errors of planning.
+    All layers have the same layout. With `chunk`, the prompt comes in chunks of that many tokens, and the result is for
+    the last chunk, which attends to all tokens. Raises the errors of planning.
     """
     tp = parallel.tp
     if parallel.cp == 1:  # one kernel call, which the host queues ahead
@@ -77,7 +80,7 @@ def attention_of_layers(
 
 
 def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]) -> str:
-    """The plan of each kind of layer, as text."""
+    """Layout and schedule of each kind of layer, as text."""
     plans = [(count, one.plan) for count, one in layers] + [(recurrent[0], f"recurrent, {recurrent[1].plan}")]
     return "; ".join(f"{count} layers: {plan}" for count, plan in plans if count)
 
@@ -85,7 +88,7 @@ def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[i
 def recurrence_of_layers(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel
 ) -> tuple[int, LayerRecurrence]:
-    """(number of recurrent layers, the recurrence of one of them); an empty one without any."""
+    """(number of recurrent layers, predicted cost of one of them); (0, no cost) for a model without any."""
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}

@@ -84,12 +84,12 @@ class ModelConfig:
 
     @property
     def attention_matrices(self) -> int:
-        """Parameters of the q, k, v and output matrices of one layer, and of the gate."""
+        """The number of parameters in the q, k, v and output matrices of one layer, and in its gate if it has one."""
         return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.gates_output)
 
     @property
     def mixers(self) -> int:
-        """The number of parameters of what mixes tokens in all layers: attention, or a recurrent layer in its place."""
+        """The number of parameters, over all layers, in attention and in recurrent layers."""
         recurrent = 0 if self.recurrence is None else self.recurrence.layers * self.recurrence.matrices(self.hidden)
         return self.attending * self.attention_matrices + recurrent
 
@@ -124,19 +124,19 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that compute for each token: without the embedding's rows and unchosen experts."""
+        """The number of parameters used for each token, without the embedding and the experts that are not chosen."""
         unused = (self.experts - self.experts_per_token) * self.expert
         return self.layers * (self.layer - unused) + self.hidden + self.table
 
 
 class Quantization(Struct):
-    """How the weights of a Hugging Face config are stored."""
+    """How a Hugging Face config says that the weights are stored in fewer bits."""
 
     quant_method: str
 
 
 class HuggingFaceConfig(Struct):
-    """The keys of a Hugging Face config that determine sizes; null means that the key is left out."""
+    """Those keys of a Hugging Face config that determine sizes; null in the file is the same as a missing key."""
 
     model_type: str
     hidden_size: Count

@@ -25,13 +25,12 @@ MOST_CHUNKS = 1024
 def prefill(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, *, chunk: int | None = None
 ) -> ModelEstimate:
-    """Modelled prefill of `parallel.rows` prompts of `tokens` tokens per dp group; `seconds` is the time to first
-    token.
+    """Predict the time to the first token of `parallel.rows` prompts of `tokens` tokens in each dp group.
 
-    Like the forward passes of a training step without loss and gradients: only tp shards the weights, so nothing is
-    gathered, and only the last token has logits. With `chunk`, prompts come in chunks of that many tokens, one after
-    another; each chunk attends all tokens so far, as in `ra.KVCache`, reads the weights, and holds its own activations.
-    Raises as `training_step`.
+    It resembles the forward passes of a training step without loss and gradients; but only tp shards the weights, so no
+    weights are gathered, and logits are computed for the last token only. With `chunk`, prompts come in chunks of that
+    many tokens, one after another; each chunk attends to all tokens so far, as in `ringattn.KVCache`, reads the
+    weights, and holds its own activations. Raises the errors of `training_step`.
     """
     model = _check(model, machine, tokens, parallel)
     if chunk is not None and (chunk < parallel.cp or tokens > MOST_CHUNKS * chunk):
@@ -95,13 +94,13 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
 def decode(
     model: ModelConfig, machine: Machine, context: int, parallel: Parallel, merge: str = "auto", windows: str = "shard"
 ) -> ModelEstimate:
-    """The modelled time to generate one token of each sequence (`rows` in a dp group), after `context` tokens.
+    """Predict the time to generate one token of each sequence (`rows` in each dp group), after `context` tokens.
 
-    Each matrix costs the longer of two times: reading it once, or computing with it. Keys and values are read once,
-    sharded by tokens over the cp ranks, as in `ra.KVCache`, and by heads over the tp ranks. Each cp rank attends its
-    shard, and ranks merge outputs and lse in fp32 by gather, scatter or the faster one, as `merge` says (see
-    `merge_seconds`). With windows="copy" each rank holds whole windows, and layers with a window send nothing. Raises
-    as `training_step`.
+    Each matrix costs the longer of two times: reading it once, or computing with it. Keys and values are read once;
+    they are sharded by tokens over the cp ranks, as in `ringattn.KVCache`, and by heads over the tp ranks. Each cp rank
+    computes attention to its shard, and the ranks merge their outputs and lse in fp32; `merge` is "gather", "scatter"
+    or the faster one (see `merge_seconds`). With windows="copy", each rank holds the whole windows, and layers with a
+    window send nothing. Raises the errors of `training_step`.
     """
     model = _check(model, machine, context, parallel)
     batch = parallel.rows

@@ -27,9 +27,10 @@ RESERVED = 0.05
 
 
 def memory_bandwidth(machine: Machine) -> float:
-    """The memory bandwidth of kernels, bytes/s: that of the kernel rates, else twice the merge rate.
+    """The memory bandwidth that kernels reach, in bytes/s.
 
-    Merging reaches half of the bandwidth. Raises InvalidInput where the machine has neither.
+    It is the one in the machine's kernel rates, or else twice the rate of merging, which reaches half of the bandwidth.
+    Raises InvalidInput if the machine has neither.
     """
     if machine.kernel_rates is not None:
         return machine.kernel_rates.memory
@@ -42,12 +43,12 @@ def memory_bandwidth(machine: Machine) -> float:
 
 
 def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds for each of `ranks` ranks, `stride` apart, to gather `size` bytes in all, of which it holds its share.
+    """Seconds of an all-gather of `size` bytes in total over `ranks` ranks, which are `stride` apart.
 
     A ring moves size x (ranks - 1) / ranks bytes over its slowest link (Thakur, Rabenseifner and Gropp, "Optimization
     of Collective Communication Operations in MPICH", 2005), in ranks - 1 hops. A reduce-scatter takes as long, an
     all-reduce twice as long. Between nodes a ring uses the network cards of all its ranks on a node at once, as NCCL's
-    rings do; where a node has one card, all rings of the node share it.
+    rings do; if a node has only one card, all rings of the node share it.
     """
     if ranks == 1 or not size:
         return 0.0
@@ -65,14 +66,15 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def count_inside(machine: Machine, ranks: int, stride: int) -> int:
-    """How many of `ranks` ranks, each `stride` after the one before, share a node."""
+    """How many of `ranks` ranks are on the same node, if they are `stride` apart."""
     return max(min(ranks, machine.ranks_per_node // stride), 1)
 
 
 def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Seconds for each of `ranks` ranks, `stride` apart, to send an equal part of `size` bytes to each of them.
+    """Seconds of an all-to-all: each of `ranks` ranks, `stride` apart, sends an equal part of `size` bytes to each.
 
-    Traffic within and between nodes overlaps; between nodes each rank has its own network card, or a share of one.
+    Traffic within and between nodes overlaps. Between nodes, each rank has its own network card or, if the node has
+    only one, a share of it.
     """
     node, inside = machine.ranks_per_node, count_inside(machine, ranks, stride)
     near = machine.parts_in_turn(inside, stride)
@@ -82,14 +84,14 @@ def all_to_all_seconds(machine: Machine, size: float, ranks: int, stride: int) -
 
 
 def slowdown_seconds(machine: Machine, seconds: float, size: float) -> float:
-    """Seconds added to concurrent computing by a collective of `size` bytes that takes `seconds`."""
+    """By how many seconds a collective of `size` bytes and `seconds` seconds slows down the computing beside it."""
     return CHANNELS * seconds + COPIES * size / memory_bandwidth(machine)
 
 
 def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> float:
-    """Seconds for each of `ranks` ranks, `stride` apart, to send `size` bytes to the next one; 0 for one rank.
+    """Seconds for each of `ranks` ranks, `stride` apart, to send `size` bytes to the next; 0 for a single rank.
 
-    Between nodes all ranks of a node send at once, over one network card where there is only one.
+    Between nodes, all ranks of a node send at the same time; if the node has only one network card, they share it.
     """
     if ranks == 1:
         return 0.0
@@ -100,10 +102,11 @@ def message_seconds(machine: Machine, size: float, stride: int, ranks: int) -> f
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a layer's forward with `rows` tokens on one rank; a backward takes twice the matrix products.
+    """The predicted costs of one layer's forward, for `rows` tokens on one rank.
 
-    tp shards matrices: q, k, v and the MLP by columns, the output of attention and the MLP's last matrix by rows. Norms
-    and residuals are sharded by tokens.
+    The matrix products of a backward take twice as long. Tensor parallelism (tp) shards the matrices of q, k, v and the
+    MLP by columns, and the output matrix of attention and the last matrix of the MLP by rows. Norms and residuals are
+    sharded by tokens.
     """
 
     model: ModelConfig
@@ -118,7 +121,7 @@ class LayerCosts:
 
     @cached_property
     def kv_heads(self) -> int:
-        """Key/value heads per rank; repeated where there are fewer heads than ranks."""
+        """Key/value heads of one rank; with fewer heads than ranks, ranks hold copies of a head."""
         return max(self.model.kv_heads // self.parallel.tp, 1)
 
     @cached_property
@@ -159,7 +162,7 @@ class LayerCosts:
 
     @cached_property
     def projections(self) -> float:
-        """Seconds of the projections to q, k, v and from the output of attention; of layers that differ, the mean."""
+        """Seconds of the matrix products before and after attention: q, k, v and output; the mean if layers differ."""
         model = self.model
         columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
         out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
@@ -180,12 +183,12 @@ class LayerCosts:
 
     @cached_property
     def down(self) -> float:
-        """Seconds of the last product of the MLP."""
+        """Seconds of the last matrix product of the MLP."""
         return self._experts(self.model.hidden, self.model.mlp / self.parallel.tp)
 
     @cached_property
     def mlp(self) -> float:
-        """Seconds of the matrix products of the MLP, or of the router and of experts."""
+        """Seconds of the matrix products of the MLP; with experts, of the router and the chosen experts."""
         model = self.model
         router = self._matmul(model.experts, model.hidden, layer=False) if model.experts > 1 else 0.0
         columns = (2 if model.gated else 1) * model.mlp / self.parallel.tp
@@ -193,12 +196,14 @@ class LayerCosts:
 
     @cached_property
     def norms(self) -> float:
-        """Seconds of norms, residuals, rotary positions, activation, casts and routing, each read and written once.
+        """Seconds of all operations of a layer that are limited by memory, not by computing.
 
-        Bytes per token, with 2-byte activations: 2 norms (4 h each; 36 h if unfused, which computes in fp32), 2
-        residuals (6 h each), rotary positions 4 (H + K) D (unfused 20), the activation of m columns (6 m with a gate,
-        unfused 10 m; without a gate 4 m); with e experts per token also 8 e h to send tokens there and back; with 8-bit
-        products also `CAST` for each input. Models without a gate use a library's norm, which is one kernel.
+        They are norms, residuals, rotary positions, the activation function, casts and routing; each reads and writes
+        its data once. h is the hidden size, m the columns of the activation. Bytes per token, if activations take 2
+        bytes: 2 norms 4 h each (36 h if unfused, which computes in fp32); 2 residuals 6 h each; rotary positions 4 (H +
+        K) D (unfused 20); the activation 6 m with a gate (unfused 10 m), 4 m without. With e experts per token also 8 e
+        h to send tokens there and back; with 8-bit products also `CAST` for each input. Models without a gate use a
+        library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -214,9 +219,9 @@ class LayerCosts:
 
     @cached_property
     def exchanges(self) -> float:
-        """Seconds of tensor parallelism: gathers and reductions of the activations, and a copy of each result.
+        """Seconds of communication in tensor parallelism: gathers and reductions of activations, and copies of results.
 
-        Where matrix products overlap them, only the time by which these get slower counts.
+        If matrix products overlap them, only the time by which these get slower counts.
         """
         tp = self.parallel.tp
         if tp == 1:
@@ -231,13 +236,13 @@ class LayerCosts:
 
     @cached_property
     def dispatch(self) -> float:
-        """Seconds to send tokens to their chosen experts on other ep ranks, and the results back."""
+        """Seconds to send tokens to their chosen experts on other ranks of the ep group, and the results back."""
         size = self.rows * self.model.experts_per_token * self.model.hidden * self.item
         return 2 * all_to_all_seconds(self.machine, size, self.parallel.ep, self.parallel.tp)
 
     @cached_property
     def again(self) -> float:
-        """Seconds a backward spends on recomputing a layer's forward, without attention."""
+        """Seconds that a backward takes to compute the layer's forward again, without attention (checkpointing)."""
         kind = self.parallel.checkpointing
         if kind == "none":
             return 0.0
@@ -248,7 +253,7 @@ class LayerCosts:
         return products - last + self.norms + self.exchanges
 
     def products(self, layers: int) -> dict[str, float]:
-        """Seconds of computing in the forwards of `layers` layers, by part, without attention."""
+        """Seconds of computing in the forwards of `layers` layers, without attention: projections, mlp and norms."""
         return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": layers * self.norms}
 
     @property
@@ -267,20 +272,20 @@ class LayerCosts:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of a layer's input: all that checkpointing="full" saves of it."""
+        """The bytes of a layer's input; checkpointing="full" saves nothing else."""
         return self.rows * self.model.hidden * self.item // self.parallel.tp
 
     @property
     def attention_bytes(self) -> int:
-        """Bytes of attention's output and lse, which checkpointing="attention" saves as well."""
+        """The bytes of attention's output and lse; checkpointing="attention" saves them in addition to the input."""
         return self.rows * self.heads * (self.model.head_dim * self.item + 4)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that checkpointing saves per layer.
+        """The bytes that a layer saves for its backward, by the kind of checkpointing.
 
         torchtitan's "selective op" saves the outputs of attention, of the products of q, v, gate and the last one, and
-        what ep ranks exchange.
+        what the ranks of an ep group exchange.
         """
         model, kind = self.model, self.parallel.checkpointing
         if kind == "none":
@@ -294,16 +299,17 @@ class LayerCosts:
         return kept
 
     def held(self, shard: str) -> float:
-        """The number of parameters whose `shard` (weights, gradients, optimizer) a rank holds.
+        """The number of parameters of which a rank holds the weights, the gradients or the optimizer states.
 
-        If these are sharded, its shard; otherwise all that tp and ep leave it.
+        `shard` names which of the three. If they are sharded over data-parallel ranks, it is the rank's shard;
+        otherwise, all parameters that tp and ep leave it.
         """
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
             return self.model.parameters / self.parallel.tp / self.parallel.group
         return self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
-        """How many of `parameters`, with those of `layers` whole layers, a rank holds after tp and ep split them."""
+        """How many of `parameters`, which include `layers` whole layers, a rank holds after tp and ep split them."""
         elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 
@@ -314,18 +320,18 @@ class LayerCosts:
 
     @property
     def again_bytes(self) -> int:
-        """Bytes that a layer takes beyond its saved ones while it is recomputed."""
+        """The bytes that a layer takes, beyond those it saves, while its forward is computed again."""
         return self.activation_bytes - self.kept_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that a layer's backward reads if nothing is recomputed.
+        """The bytes of activations that a layer's backward reads if nothing is computed again.
 
-        The inputs of two norms (2 h); q, k, v, output and lse of attention; the MLP's columns, both halves with a gate.
-        If not compiled, also the results of the norms (2 h) and of the activation (m), which a compiler recomputes.
-        With experts, the e rows per token at their input and output (2 e h). After Korthikanti et al. (2022), without
-        dropout masks and scores. With checkpointing="host" the MLP computes one tile at a time, of as many rows as the
-        hidden size.
+        They are the inputs of two norms (2 h); q, k, v, output and lse of attention; and the MLP's columns, both halves
+        with a gate. If not compiled, also the results of the norms (2 h) and of the activation function (m), which a
+        compiler computes again. With experts, the e rows per token at their input and output (2 e h). After Korthikanti
+        et al. (2022), without dropout masks and scores. With checkpointing="host" the MLP computes one tile at a time,
+        with as many rows as the hidden size.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token

@@ -93,7 +93,7 @@ class Parallel:
 
     @property
     def group(self) -> int:
-        """The number of ranks over which states are sharded: weights, gradients or optimizer states, by `shard`."""
+        """The number of ranks (cp x dp) that shard weights, gradients or optimizer states, as `shard` says."""
         return self.cp * self.dp
 
     @property
@@ -119,13 +119,14 @@ class Parallel:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches of a dp group in a step."""
+        """The number of micro-batches in a step of one dp group."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
 
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """A model of the busiest pipeline stage: the most layers, with the most keys, and one of embedding and output.
+        """A model with only the layers of the pipeline stage that takes longest.
 
-        Its weights are stored as in training, without a dtype of their own.
+        It has the largest number of layers, those with the most visible keys, and either the embedding or the output
+        matrix. Its weights are stored in the dtype of training, not in that of the published model.
         """
         layers = ceil(model.layers / self.pp)
         cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]

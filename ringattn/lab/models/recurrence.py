@@ -20,11 +20,13 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The recurrent layers of a model: gated delta rules, or with `mamba` Mamba-2, where `keys` is the state size.
+    """The sizes of the recurrent layers of a model: gated delta rules or, with `mamba`, Mamba-2.
 
-    keys, values: the columns of a head's state. key_heads: heads of keys (groups), shared by heads of values.
-    convolved: columns that pass the short convolution. projected: columns of the projections of the input. own:
-    parameters of a layer outside its matrices, minus those that an attention layer has outside its own.
+    keys, values: the columns of a head's state; in Mamba-2, keys is the state size.
+    key_heads: the number of heads of keys (groups), which heads of values share.
+    convolved: the number of columns that pass the short convolution.
+    projected: the number of columns of the projections of the input.
+    own: the parameters of a layer outside its matrices, minus those that an attention layer has outside its own.
     """
 
     layers: Count
@@ -40,21 +42,21 @@ class Recurrence:
 
     @property
     def output(self) -> int:
-        """Columns of the output before its projection."""
+        """The number of columns of the output before its projection."""
         return self.heads * self.values
 
     def matrices(self, hidden: int) -> int:
-        """Parameters of a layer's matrices, and `own`."""
+        """The number of parameters in a layer's matrices, plus `own`."""
         return hidden * (self.projected + self.output) + self.own
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a run's affine map (A, B) for one sequence."""
+        """The bytes of the affine map (A, B) that summarizes a run of tokens, for one sequence."""
         decay = 1 if self.mamba else self.keys**2
         return self.heads * (decay + self.keys * self.values) * STATE_ITEM
 
     def flops(self, *, summary: bool) -> int:
-        """FLOPs of one token in a forward, or in the `summary` that computes only the map of a run.
+        """FLOPs of one token in a forward or, with `summary`, in computing only the affine map of a run of tokens.
 
         In chunks of C rows, per head: products of keys with each other and of queries with keys 2 C K each, the
         triangular solve C (K + V), the product of its result with the query-key products 2 C V, and three products with
@@ -70,7 +72,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class LayerRecurrence:
-    """A recurrent layer on the ranks of one context-parallel group: seconds, an exchange included in each."""
+    """The predicted seconds of a recurrent layer on the ranks of one context-parallel group, with communication."""
 
     forward: float
     backward: float
@@ -82,10 +84,11 @@ class LayerRecurrence:
 def recur(
     model: Recurrence, machine: Machine, tokens: int, *, cp: int, tp: int, layout: str, batch: int, dtype: str
 ) -> LayerRecurrence:
-    """A recurrent layer with its convolution, for `batch` sequences. Raises Unsupported for layouts of many runs.
+    """Predict the time of a recurrent layer with its convolution, for `batch` sequences.
 
-    Seconds of computing: FLOPs over the rate of matrix products, and its inputs and outputs moved through memory; with
-    several ranks also the summary of each run (its affine map), forward and backward.
+    The seconds of computing are FLOPs divided by the rate of matrix products, plus the time to move inputs and outputs
+    through memory. With several ranks, forward and backward also compute a summary of each run of adjacent tokens: the
+    affine map that the run applies to the state. Raises Unsupported for layouts whose ranks hold many runs.
     """
     near = machine.changed(ranks_per_node=max(machine.ranks_per_node // tp, 1)) if tp > 1 else machine
     cut = make_layout("zigzag" if layout == "auto" else layout, tokens=tokens, ranks=cp)

@@ -52,7 +52,10 @@ Attend = Callable[[ModelConfig, Machine, int, Parallel], list[tuple[int, LayerAt
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate(ModelEstimate):
-    """One step of training: seconds, bytes per GPU, and derived figures. All modelled except the counted FLOPs."""
+    """The predicted seconds and bytes per GPU of one training step, with figures derived from them.
+
+    FLOPs are counted; everything else is predicted.
+    """
 
     #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
     flops: float
@@ -67,17 +70,20 @@ class StepEstimate(ModelEstimate):
 
     @property
     def needed(self) -> int:
-        """Bytes that one GPU needs, without the overhead of the driver, NCCL and an allocator."""
+        """The bytes that one GPU needs, not counting the driver, NCCL and what the allocator reserves in addition."""
         return self.bytes - self.memory["reserved"]
 
     @property
     def reserved(self) -> int:
-        """Bytes that an allocator reserves if there is room: with copies of the logits, and with fragmentation."""
+        """The bytes that an allocator reserves if there is room, including copies of the logits and fragmentation."""
         return int((1 + FRAGMENTS) * self.needed) + self.copies
 
     @property
     def seconds_band(self) -> tuple[float, float] | None:
-        """The (low, high) seconds of the band of published steps, see `step_band`; None if the machine is no preset."""
+        """The (low, high) seconds of the step, from the errors of this model for published steps, see `step_band`.
+
+        None if the machine is not a preset.
+        """
         low, high = step_band(self.outside)
         return (low * self.seconds, high * self.seconds) if self.machine.preset else None
 
@@ -93,14 +99,17 @@ class StepEstimate(ModelEstimate):
 
     @property
     def gpu_hours(self) -> float:
-        """GPU hours per 1e9 tokens, without failures: x price gives cost, x kilowatts gives energy in kWh."""
+        """GPU hours to train on 1e9 tokens, without failures.
+
+        Multiplied by a price they give the cost, by kilowatts the energy in kWh.
+        """
         return 1e9 / self.tokens_per_second / SECONDS_PER_HOUR
 
     @property
     def effective_seconds(self) -> float | None:
-        """Expected seconds of a step in a long job with the machine's failures and checkpoints; None if it has none.
+        """Expected seconds of a step in a long job, including failures and checkpoints; None if the machine has none.
 
-        Checkpoints are spaced as Young and Daly advise, and Daly (2006), equation 13, gives the time of an interval
+        Checkpoints are spaced as Young and Daly advise; the time of an interval is equation 13 of Daly (2006)
         (`timing.costs`). Raises InvalidInput if failures are so frequent that a checkpoint or a restart hardly ever
         ends.
         """
@@ -121,12 +130,12 @@ class StepEstimate(ModelEstimate):
 def training_step(
     model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, attend: Attend = attention_of_layers
 ) -> StepEstimate:
-    """The modelled step of training `model` on sequences of `tokens` tokens, where `parallel` spreads each stage.
+    """Predict a step of training `model` on sequences of `tokens` tokens, parallelized as `parallel` says.
 
-    Attention comes from simulating its plan, one layer for each distinct window, or from `attend`; if attention takes
-    more time or memory, the step never takes less. docs/models_cost.md has the other formulas. Weights have the dtype
-    of the activations, whatever their published dtype. Raises InvalidInput where the sizes do not fit each other, and
-    the errors of planning and simulating.
+    The cost of attention comes from `attend`; by default, its plan is simulated, for one layer of each distinct window.
+    If attention takes more time or memory, the step never takes less. docs/models_cost.md has the other formulas.
+    Weights have the dtype of the activations, whatever their published dtype is. Raises InvalidInput if the sizes do
+    not fit each other, and the errors of planning and simulating.
     """
     parallel.check(model, machine, tokens)
     count, sequences = parallel.count, parallel.rows * parallel.dp

@@ -82,9 +82,10 @@ def draw_lines(
 def draw_stacks(
     axes: Any, bars: Sequence[Mapping[str, float]], names: Sequence[str], *, across: bool = False
 ) -> dict[str, Any]:
-    """Draw one stacked bar per mapping, of the parts `names`, upwards or to the right (`across`); returns bars by part.
+    """Draw one stacked bar for each mapping; `names` are its parts, from the axis on. Returns the bars by part.
 
-    A part has the same colour on all axes that are drawn with the same names. Absent parts are left out.
+    Bars go upwards, or to the right if `across`. A part has the same colour on all axes that are drawn with the same
+    names. Missing parts are left out.
     """
     drawn: dict[str, Any] = {}
     ends = np.zeros(len(bars))

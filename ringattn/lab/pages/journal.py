@@ -36,10 +36,10 @@ def write_line(record: Record) -> bytes:
 
 
 def read_journal(path: Path, data: bytes | None = None) -> tuple[Record | None, dict[str, Record]]:
-    """(head, records by key) of a journal, ignoring a last line that was cut off; (None, {}) if it has no lines.
+    """Read a journal: (first record, other records by key); (None, {}) if it has no lines.
 
-    `data` is the journal's content, if read already. Works while another process has the journal open. Raises
-    InvalidInput for a damaged line, or if the file cannot be read.
+    A last line that was cut off is ignored. `data` is the content of the file, if it was already read. Works while
+    another process has the journal open. Raises InvalidInput for a damaged line, or if the file cannot be read.
     """
     records: list[Record] = []
     if data is None:
@@ -57,9 +57,10 @@ def read_journal(path: Path, data: bytes | None = None) -> tuple[Record | None, 
 
 
 class Journal:
-    """The journal in the file `path`, whose first line is `head`. `records` has the finished points by key.
+    """A file to which finished records are appended, so that an interrupted study can continue.
 
-    Only one process at a time may have a journal open. The operating system frees the lock of a killed process.
+    Its first line is `head`; `records` has the records by key. Only one process at a time can have a journal open. If
+    the process is killed, the operating system frees the lock.
     """
 
     def __init__(self, path: Path, head: Record) -> None:

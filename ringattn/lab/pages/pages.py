@@ -25,7 +25,10 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of text cells, `Cell` for numbers. `total`: the number of rows before the table was shortened."""
+    """A table whose cells are text; cells with numbers are of type `Cell`.
+
+    `total` is the number of rows before the table was shortened.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -19,7 +19,10 @@ from .predictions import PredictedRow
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """Relative errors of predictions: median and 90th percentile of their absolute values, and their signed mean."""
+    """Statistics of the relative errors of predictions: the median and the 90th percentile of their size, and the bias.
+
+    The bias is the mean of the errors with their signs.
+    """
 
     rows: int
     median: float
@@ -43,10 +46,10 @@ Errors = dict[str, ErrorStatistics]
 
 
 def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
-    """Errors over all rows and by family, of four models.
+    """The errors of four models, over all rows and by family; a family is the rows of one publication.
 
-    "unseen": presets fitted without the row's family; "null": every GPU at half its peak rate; "preset": presets as
-    they are; "floor": the least error that any model with these inputs must make.
+    "unseen": machine presets fitted without the row's family. "null": every GPU at half its peak rate. "preset": the
+    presets as they are. "floor": the least error that any model with these inputs must make.
     """
     groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
     for one in predictions:
@@ -61,10 +64,11 @@ def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
-    """The time lost by choosing, among a family's ways to compute the same on equal machines, the predicted fastest.
+    """How much time is lost if the fastest way to compute something is chosen by prediction.
 
-    Relative to the fastest published way: "mean" and "median" over "count" choices; "null" is the mean over all ways,
-    as the null model cannot tell them apart.
+    The ways to choose from are published by the same family, for the same sizes and machine. The loss is relative to
+    the fastest published way: "mean" and "median" over "count" choices. "null" is the mean loss of a random choice,
+    because the null model cannot tell the ways apart.
     """
     alike: defaultdict[object, defaultdict[object, list[PredictedRow]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
@@ -84,7 +88,10 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
 
 
 def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class, the band of measured / predicted seconds of 90 % of passes, none seen by the fit."""
+    """By preset and size class, the range of measured / predicted seconds that holds for 90 % of the passes.
+
+    The predictions are by presets fitted without the row's own family. None where there are no passes.
+    """
     ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
         ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
@@ -92,7 +99,7 @@ def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBa
 
 
 def band_of(ratios: Sequence[float]) -> ErrorBand | None:
-    """The band that holds 90 % of the ratios; None if there are none."""
+    """The range that contains 90 % of the ratios; None if there are no ratios."""
     if not ratios:
         return None
     left_out, ordered = int(0.05 * len(ratios)), sorted(ratios)
@@ -100,7 +107,10 @@ def band_of(ratios: Sequence[float]) -> ErrorBand | None:
 
 
 def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
-    """The error band to expect of an unseen source: 1 / high .. high holds 90 % of rows, sources weighed equally."""
+    """The range of errors to expect for a new source: 1 / high .. high contains 90 % of the rows.
+
+    Each source has the same weight, whatever its number of rows.
+    """
     logs = sorted((abs(log(ratio)), 1 / len(of_source)) for of_source in ratios.values() for ratio in of_source)
     held = np.cumsum([weight for _, weight in logs])
     high = exp(logs[int(np.searchsorted(held, 0.9 * held[-1]))][0])
@@ -108,7 +118,10 @@ def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
 
 
 def count_left_out(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[int, int]]:
-    """By source: (number of its rows within the band computed from all other sources, number of all its rows)."""
+    """Test `band_of_sources` on each source, with the range computed from all other sources.
+
+    Returns by source: (number of its rows within that range, number of all its rows).
+    """
     found = {}
     for source, rows in ratios.items():
         band = band_of_sources({other: ratios[other] for other in ratios if other != source})

@@ -28,7 +28,10 @@ OUTCOMES = "outcomes.csv"
 
 @dataclass(frozen=True)
 class Forecast:
-    """One prediction: tokens/s per GPU, with its band low .. high, for `settings`, keys of `ringattn simulate`."""
+    """A prediction made before a measurement: tokens/s per GPU, and the range low .. high to expect.
+
+    `settings` are settings of `ringattn simulate`.
+    """
 
     number: int
     settings: str
@@ -42,7 +45,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Publication:
-    """The published tokens per second and GPU of a forecast, and where they were published."""
+    """The tokens per second and GPU that were measured after a forecast, and where they were published."""
 
     number: int
     measured: float
@@ -75,7 +78,7 @@ def append_forecast(path: Path, settings: Sequence[str], predicted: float, low: 
 
 
 def score(path: Path) -> tuple[list[Forecast], list[tuple[Forecast, Publication]]]:
-    """(all forecasts of a file, pairs of a forecast and its published outcome). Raises InvalidInput."""
+    """(all forecasts in a file, pairs of a forecast and the publication that measured it). Raises InvalidInput."""
     forecasts, outcomes = read_forecasts(path), path.with_name(OUTCOMES)
     known = {one.number: one for one in _read(outcomes, Publication)} if outcomes.exists() else {}
     if unknown := known.keys() - {one.number for one in forecasts}:

@@ -58,7 +58,7 @@ SEPARATE = 2
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row: what was measured on which machine, and its seconds per iteration."""
+    """A published measurement, one row of measurements.csv: what was measured, where, and its seconds per iteration."""
 
     id: str
     machine: str
@@ -79,17 +79,17 @@ class Measurement:
 
     @property
     def family(self) -> str:
-        """The family of the row: the rows of one publication, which a fit leaves out together."""
+        """The name of the publication; when it is tested, all its rows are left out of the fit."""
         return self.id.rpartition("-")[0]
 
     @property
     def directions(self) -> tuple[bool, ...]:
-        """The passes as values of `backward`."""
+        """The measured passes, as values of `backward`: False for a forward, True for a backward."""
         return {"fwd": (False,), "bwd": (True,), "both": (False, True)}[self.passes]
 
     @property
     def shard(self) -> int:
-        """Tokens per rank, of all sequences."""
+        """The number of tokens per rank, summed over all sequences."""
         return self.batch * self.tokens // self.gpus
 
     @property
@@ -99,7 +99,7 @@ class Measurement:
         return 4 * self.head_dim * pairs * self.batch * PRODUCTS[self.passes] / self.gpus
 
     def plans(self) -> tuple[Plan, ...]:
-        """The plans over which the row's time is a mean."""
+        """The plans of this measurement; its time is the mean over them."""
         patterns: tuple[Pattern, ...] = (Causal() if self.pattern == "causal" else Full(),)
         if self.pattern == "documents":
             scale = self.tokens // sum(DOCUMENTS[0])
@@ -112,7 +112,7 @@ class Measurement:
 
 
 def read_measurements() -> list[Measurement]:
-    """All rows but those of `LEFT_OUT`, in the order of the file."""
+    """All rows of measurements.csv except those of `LEFT_OUT`, in order."""
     with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
         rows = convert(list(csv.DictReader(file)), list[Measurement], strict=False)
     return [row for row in rows if row.id not in LEFT_OUT]
@@ -120,7 +120,11 @@ def read_measurements() -> list[Measurement]:
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row, and the seconds predicted by its preset without its family, by its preset, and by the null model."""
+    """A published measurement, and the seconds that three models predict for it.
+
+    unseen: by the machine preset, fitted without this publication. preset: by the preset as it is. null: by half of the
+    GPU's peak rate.
+    """
 
     row: Measurement
     unseen: float
@@ -131,7 +135,7 @@ class PredictedRow:
 def predict_measurements(
     rows: Sequence[Measurement], tell: Listener = lambda done, count, what: None
 ) -> list[PredictedRow]:
-    """The predictions for the rows; `tell` is a progress callback."""
+    """Predict the seconds of each measurement; `tell` is a progress callback."""
     predictions = []
     for done, row in enumerate(rows):
         tell(done, len(rows), "measurements")

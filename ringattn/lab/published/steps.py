@@ -32,9 +32,10 @@ SOURCES: dict[str, tuple[str, Software]] = {
 
 
 def step_errors() -> tuple[dict[str, Errors], dict[str, dict[str, list[float]]]]:
-    """Errors by source and precision and over all steps; and measured / modelled by kind and source.
+    """Errors of the predicted training steps: (by source and precision and over all, measured / predicted values).
 
-    Each covers tokens/s and, where the source gives a peak, the bytes needed and reserved.
+    The values are by kind and source. Both cover tokens/s and, if the source gives peak memory, the bytes needed and
+    reserved.
     """
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     ratios: dict[str, dict[str, list[float]]] = {"seconds": {}, "reserved": {}}

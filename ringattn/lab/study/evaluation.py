@@ -32,10 +32,10 @@ WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
 
 
 def evaluate(config: SimulateConfig) -> dict[str, Any]:
-    """The record of a point.
+    """Simulate one point of a study; returns its record.
 
-    {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, with the
-    counted values where a plan exists.
+    {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, then with
+    the counted values if a plan could be made.
     """
     if config.model.spec is not None:
         return _evaluate_model(config)
@@ -102,14 +102,19 @@ def _pass_values(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExecutionTask:
-    """The ranks of a plan to execute whole, or None for sampled rows, and the seconds that this takes on one core."""
+    """What to execute of a plan: the whole ranks `ranks`, or sampled rows if it is None.
+
+    `seconds` is how long this takes on one core.
+    """
 
     ranks: range | None
     seconds: float
 
 
 def make_executed_plan(point: Point) -> Plan:
-    """The plan to execute for a point: its layout and schedule, in fp64 with the heads of study.execute.
+    """Make the plan that is executed for a point, with its layout and schedule.
+
+    It computes in fp64, with the heads of study.execute.
 
     Raises InvalidInput if the plan cannot be made.
     """
@@ -124,7 +129,7 @@ def make_executed_plan(point: Point) -> Plan:
 
 
 def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
-    """The execution task of a plan that may use the whole budget of time."""
+    """Decide how much of a plan to execute, if the plan may use the whole time budget."""
     assert options.budget is not None
     rank_tokens, row_elements = plan.tokens / plan.ranks, 2 * options.heads * options.head_dim
     products = plan.pairs() / plan.ranks * 2 * options.head_dim
@@ -143,9 +148,10 @@ def plan_execution(plan: Plan, options: ExecuteGroup) -> ExecutionTask:
 
 
 def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float, state: Path) -> dict[str, Any]:
-    """Run a task if it should take at most `left` seconds; returns its record, without times, so that runs are equal.
+    """Execute a task if it should take at most `left` seconds; returns its record.
 
-    The file `state` exists only while the task runs: an interrupted task continues from it.
+    Records contain no times, so that repeated runs are equal. The file `state` exists only while the task runs; an
+    interrupted task continues from it.
     """
     ranks = task.ranks
     if task.seconds > left:

@@ -31,7 +31,10 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
-    """The axes of the plots: `x` and `y`, by default the first two axes with several numbers. Raises InvalidInput."""
+    """The study axes to plot: `x` and `y`, or by default the first two that have several numbers.
+
+    Raises InvalidInput.
+    """
     numeric = [name for name in table.axes if len(table.numbers(name)) > 1]
     for name in (x, y):
         if name is not None and name not in numeric:

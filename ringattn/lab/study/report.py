@@ -39,11 +39,12 @@ EXECUTED_COLUMNS = (
 
 
 def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list[dict[str, Any]]:
-    """Extrapolate every series of the table to `tokens`, more than any point has; `machines` are by point number.
+    """Predict every series of the table for `tokens` tokens, more than any point has.
 
-    A record has the `seconds` of all passes, the mean seconds between failures of any rank (`failure`), `watts` and
-    `memory` (bytes) as sums over all ranks, and the numbers of the two last `points` of the series, from which it is
-    extrapolated. They must have equal tokens per rank and different numbers of ranks; other series are left out.
+    `machines` are by point number. Each record has the `seconds` of all passes, the mean seconds between failures of
+    any rank (`failure`), `watts` and `memory` (bytes) summed over all ranks, and the numbers of the two last `points`
+    of the series, from which it is extrapolated. These two must have equal tokens per rank and different numbers of
+    ranks; other series are left out.
     """
     lines = []
     for name, rows in table.series("tokens", without=("ranks", "shard", "tokens")).items():
@@ -69,7 +70,7 @@ def extrapolate(table: Table, machines: dict[int, Machine], tokens: int) -> list
 
 
 def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
-    """The machine of each point by the point's number, without (refused) points whose machine is invalid."""
+    """The machine of each point, by the point's number; points with an invalid machine are left out."""
     machines = {}
     for point in points:
         with suppress(RingAttentionError):  # the point's record has the message
@@ -78,7 +79,7 @@ def machines_of(points: Sequence[Point]) -> dict[int, Machine]:
 
 
 def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) -> list[str]:
-    """A line for each named machine: its numbers with units and sources, marking numbers that differ between points."""
+    """One line for each machine: its numbers with units and sources. Numbers that differ between points are marked."""
     lines = []
     for name in dict.fromkeys(point.config.machine.spec for point in points if point.number in machines):
         named = [machines[x.number] for x in points if x.config.machine.spec == name and x.number in machines]
@@ -100,7 +101,7 @@ def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """What the templates need from a study.
+    """The data of a study in the form in which the report templates use it.
 
     `provenance` has the version, the source hash and the commit of the code.
     """
@@ -116,7 +117,7 @@ class StudyReport:
 
     @property
     def refusals(self) -> list[str]:
-        """One line for each reason, with the points refused for that reason."""
+        """One line for each reason for which points were refused, with the numbers of these points."""
         numbers: dict[str, list[int]] = {}
         for row in self.table.rows:
             if row["status"] == "refused":

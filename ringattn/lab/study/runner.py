@@ -121,9 +121,9 @@ class Study:
 
 
 def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
-    """Compute the points that the folder's journal lacks, and write all files; returns the table.
+    """Simulate the points that are not yet in the journal of the folder, and write all files; returns the table.
 
-    `tell` receives the progress. Raises InvalidInput and Unsupported; also NumericsFailure, after all files are
+    `tell` is a progress callback. Raises InvalidInput and Unsupported. Raises NumericsFailure, after all files are
     written, if an execution found wrong numbers.
     """
     check_study(study.config.study, study.points)

@@ -38,10 +38,10 @@ MOST_POINTS = 1_000_000
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a study.
+    """One simulation of a study: a combination of settings.
 
-    `number` is its index in the order of the axes, `settings` the values of the axes by key, `labels` the values of
-    label.NAME, and `config` the complete configuration.
+    `number` is its index in the order of the axes, `settings` are the values of the axes by key, `labels` are the
+    values of label.NAME, and `config` is the complete configuration.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Point:
 
     @property
     def plan_key(self) -> str:
-        """The inputs of the point's plan as text: points with equal texts have equal plans."""
+        """Text that determines the point's plan: points with equal texts have equal plans."""
         left_out = () if self.has_auto else OF_MACHINE
         return json.dumps({name: value for name, value in self.inputs.items() if name not in left_out}, sort_keys=True)
 
@@ -82,9 +82,9 @@ def digest(inputs: Any) -> str:
 
 
 def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[Point]:
-    """The points of the study in a configuration. Raises InvalidInput for axes that cannot be used.
+    """The points of a study, from its configuration. Raises InvalidInput for axes that cannot be used.
 
-    `overrides` are from the command line; Hydra uses them when it composes the groups that axes change.
+    `overrides` are the settings on the command line; Hydra needs them to compose the config groups that axes change.
     """
     axes, entries = config.study.axes, config.study.together or [{}]
     for entry in entries:

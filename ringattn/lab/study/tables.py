@@ -51,7 +51,7 @@ _UNITS_OF_EXECUTION = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: name, unit, and word (measured, counted or modelled)."""
+    """A column of a study's tables: its name, its unit, and whether its numbers are measured, counted or modelled."""
 
     name: str
     unit: str = ""
@@ -71,10 +71,10 @@ def _make_column(name: str) -> Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A study's rows, each a dict by column name. A row lacks numbers that were refused or not executed.
+    """The rows of a study's table, each a dict by column name; numbers that do not exist are missing in the dict.
 
-    `axes` are the names, in order, of the columns that vary; `together` names those of them that vary jointly with
-    another, and `labels` those that are labels.
+    `axes` are the columns that vary, in order. `together` are those of them that vary jointly with another column, and
+    `labels` those that only label the points.
     """
 
     columns: tuple[Column, ...]
@@ -85,7 +85,7 @@ class Table:
 
     @property
     def refused(self) -> int:
-        """The number of points without numbers."""
+        """The number of points that could not be simulated."""
         return sum(row["status"] == "refused" for row in self.rows)
 
     def column(self, name: str) -> Column:
@@ -97,9 +97,10 @@ class Table:
         return sorted({row[name] for row in self.rows if is_number(row.get(name))})
 
     def series(self, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
-        """The lines of a plot by label: rows with numbers that differ only in x, sorted by x.
+        """The lines of a plot, by label: each has the rows that differ only in `x`, sorted by `x`.
 
-        Axes in `without`, and axes that vary together with x, do not split rows into separate lines either.
+        Rows without numbers are left out. Axes in `without`, and axes that vary together with `x`, do not split rows
+        into separate lines.
         """
         tied = self.together if x in self.together else ()
         others = [name for name in self.axes if name not in (x, *without, *tied)]
@@ -140,7 +141,7 @@ def show_number(name: str, value: Any) -> str:
 
 
 def list_passes(row: Row) -> tuple[str, ...]:
-    """The directions (or phases) for which the row has numbers."""
+    """The passes (or phases) for which a row has numbers, such as "forward"."""
     return tuple(direction for direction in DIRECTIONS if f"{direction} time" in row)
 
 
@@ -157,7 +158,10 @@ def efficiency(row: Row) -> float:
 def make_table(
     options: StudyGroup, points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]
 ) -> Table:
-    """The table of a study from the records of its points and of their executions, both by the number of the point."""
+    """Make the table of a study.
+
+    `records` are the results of its points, and `executed` those of their executions, both by the number of the point.
+    """
     rows = []
     for point in points:
         record = records[point.number]
@@ -212,7 +216,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_json(table: Table, head: Mapping[str, Any], not_modelled: Sequence[str], more: Mapping[str, Any]) -> str:
-    """All numbers as JSON, each column with its unit and word."""
+    """The table as JSON, with the unit of each column and whether its numbers are measured, counted or modelled."""
     summary = {
         **head,
         "counts": {"ok": len(table.rows) - table.refused, "refused": table.refused},

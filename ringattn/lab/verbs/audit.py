@@ -24,7 +24,10 @@ from .settings import AuditConfig
 
 
 def main(config: AuditConfig) -> None:
-    """Print a verdict for each feature, and write JSON and a page if set; exit with 1 if any is wrong, or hangs."""
+    """Run an audit and print a verdict for each feature; exit with status 1 if one is wrong or hangs.
+
+    Also writes the verdicts as JSON, and as a page, if these outputs are set.
+    """
     check_json(config.output.path)
     if config.output.page is not None:
         check_writable(Path(config.output.page))

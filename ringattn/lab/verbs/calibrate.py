@@ -27,7 +27,10 @@ from .settings import CalibrateConfig
 
 
 def main(config: CalibrateConfig) -> None:
-    """Measure on local ranks, on the ranks of a launched job, or alone with transport=none; print the file's path."""
+    """Measure the machine, and print the path of the machine file.
+
+    Runs on new local ranks, on the ranks of a launched job, or with transport=none in this process alone.
+    """
     check_ranks(config, "none")
     check(config)
     if config.transport.spec != "none":
@@ -43,9 +46,9 @@ def main(config: CalibrateConfig) -> None:
 
 
 def check(config: CalibrateConfig) -> tuple[Settings, Path]:
-    """The settings of the measurements, and the path of the machine file.
+    """Check the settings before minutes are spent on measuring; returns (settings, path of the machine file).
 
-    Raises InvalidInput for a bad configuration before minutes are spent on measuring.
+    Raises InvalidInput.
     """
     config.check()
     check_least(config, repeat=1, heads=1, head_dim=1, seconds=0)
@@ -67,7 +70,7 @@ def check(config: CalibrateConfig) -> tuple[Settings, Path]:
 
 
 def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
-    """Measure as one rank, or alone if `transport` is None. Rank 0 prints and writes the machine file."""
+    """Measure as one rank of `transport`, or alone if it is None. Rank 0 prints, and writes the machine file."""
     device = torch.device(config.device) if transport is None else rank_device(config)
     settings, path = check(config)
     launch = detect()

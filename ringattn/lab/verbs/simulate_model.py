@@ -36,7 +36,10 @@ NOT_MODELLED = (
 
 
 def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
-    """The model, and the estimate of its phase. Raises InvalidInput and Unsupported."""
+    """Predict what `phase` asks for: a training step, a prefill or a decoded token; returns the model and the estimate.
+
+    Raises InvalidInput and Unsupported.
+    """
     check_choice("phase", config.phase, PHASES)
     check_choice("merge", config.merge, MERGES)
     check_choice("windows", config.windows, WINDOWS)
@@ -61,7 +64,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the tables of a model's phase; write the numbers as JSON to `output.path`, if set."""
+    """Print the predicted times and memory of a model for `phase`; also write them to `output.path` as JSON, if set."""
     check_json(config.output.path)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         model, estimate = estimate_model(config)
@@ -110,7 +113,7 @@ def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, 
 
 
 def describe_errors(config: SimulateConfig, estimate: ModelEstimate) -> list[str]:
-    """How far the model was from published measurements, one sentence for each of its parts."""
+    """How far such predictions were from published measurements, one sentence for each part of the prediction."""
     if isinstance(estimate, StepEstimate):
         return [describe_steps(estimate.outside)]
     parallel = estimate.parallel

@@ -31,7 +31,10 @@ from ..published.steps import step_errors
 
 
 def main(config: SimulateConfig) -> None:
-    """Print the errors by family; write predictions.csv, summary.json and a scatter plot to a folder."""
+    """Compare predictions with published measurements; print their errors by publication.
+
+    Writes predictions.csv, summary.json and a scatter plot to a folder.
+    """
     refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")

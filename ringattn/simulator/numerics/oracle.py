@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...pattern import Pattern, Tile
-from .source import RAMP, RowSource
+from .source import RAMP, RowSource, chunks
 
 #: (head, key) pairs of one row that are compared with its mask.
 MASK_CELLS = 1 << 20
@@ -102,7 +102,7 @@ def exact_keys(
             heads = torch.tensor(list(tile.heads), device="cpu")
             kv, at = heads // group, first + (_places(tile.k) - r.start) // r.step
             y, z = (x[kv[:, None], at] for x in (k, v))
-            for part in _parts(tile.q):
+            for part in chunks(tile.q, AT_A_TIME):
                 q, grad, lse, delta = _of_queries(seen_by, part, heads)
                 p = (scale * q @ y.mT - lse[..., None]).exp()
                 ds = p * (grad @ z.mT - delta[..., None])
@@ -137,7 +137,7 @@ def _classes(tile: Tile, period: int | None) -> Iterator[tuple[range, torch.Tens
     Two keys are alike if their indices in the tile are equal modulo the period; without a period, no two are.
     """
     rows = _places(tile.q)[:, None]
-    for part in _parts(tile.k) if period is None else [tile.k]:
+    for part in chunks(tile.k, AT_A_TIME) if period is None else [tile.k]:
         # Row x sees indices low .. high - 1 of `part`: the keys y with lo <= x - y <= hi.
         low, high = torch.zeros_like(rows), torch.full_like(rows, len(part))
         if tile.hi is not None:
@@ -150,11 +150,6 @@ def _classes(tile: Tile, period: int | None) -> Iterator[tuple[range, torch.Tens
         times = (-((first - high) // count)).clamp(min=0)
         total = times * (part.start + part.step * first) + part.step * count * (times * (times - 1) // 2)
         yield part[:count], times.double(), total.double()
-
-
-def _parts(r: range) -> Iterator[range]:
-    for start in range(0, len(r), AT_A_TIME):
-        yield r[start : start + AT_A_TIME]
 
 
 def _places(r: range) -> torch.Tensor:

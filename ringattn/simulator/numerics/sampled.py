@@ -147,15 +147,11 @@ def check_plan(plan: Plan) -> None:
 
 def _homes(plan: Plan, rows: list[int]) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
     """(rows ordered by rank, [(rank, local indices of its rows), ...])."""
-    by_rank: dict[int, list[tuple[int, int]]] = {}
     layout = plan.layout_of("q")
-    for row in rows:
-        rank = layout.owner(row)
-        local = int(np.flatnonzero(layout.positions(rank) == row)[0])
-        by_rank.setdefault(rank, []).append((local, row))
-    homes = [(rank, sorted(found)) for rank, found in sorted(by_rank.items())]
-    order = [row for _, found in homes for _, row in found]
-    return order, [(rank, tuple(local for local, _ in found)) for rank, found in homes]
+    owned = ((layout.owner(row), row) for row in rows)
+    placed = sorted((rank, int(np.flatnonzero(layout.positions(rank) == row)[0]), row) for rank, row in owned)
+    homes = [(rank, tuple(local for _, local, _ in found)) for rank, found in groupby(placed, itemgetter(0))]
+    return [row for _, _, row in placed], homes
 
 
 @dataclass(eq=False)

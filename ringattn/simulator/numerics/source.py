@@ -224,9 +224,9 @@ def normal_rows(streams: range, r: range, width: int, dtype: torch.dtype) -> tor
     return out
 
 
-def chunks(r: range) -> Iterator[range]:
-    """Split a range into parts of at most `CHUNK`, to limit temporary memory."""
-    return (r[first : first + CHUNK] for first in range(0, len(r), CHUNK))
+def chunks(r: range, most: int = CHUNK) -> Iterator[range]:
+    """Split a range into parts of at most `most`, to limit temporary memory."""
+    return (r[first : first + most] for first in range(0, len(r), most))
 
 
 def counter_normal(stream: int, index: torch.Tensor) -> torch.Tensor:

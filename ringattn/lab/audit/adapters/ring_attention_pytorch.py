@@ -11,7 +11,10 @@ from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any, causal: bool = False, window: int | None = None
 ) -> torch.Tensor:
-    """A ring of one bucket a rank; a window is rounded to buckets, as the library does."""
+    """ring-attention-pytorch's attention, with one bucket per rank.
+
+    The library rounds a window to whole buckets.
+    """
     ranks, rows = torch.distributed.get_world_size(group), q.shape[2]
     options: dict[str, Any] = {"causal": causal, "bucket_size": rows, "ring_reduce_col": True, "ring_size": ranks}
     if window is not None:

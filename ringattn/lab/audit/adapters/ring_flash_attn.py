@@ -21,7 +21,10 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The function ring_flash_attn_func, which applies a window to every block as if that were the diagonal one."""
+    """Attention by ring_flash_attn_func of ring-flash-attention, on contiguous shards.
+
+    The function applies a window to every block as if the block were on the diagonal.
+    """
     window_size = (-1, -1) if window is None else (window, 0)
     options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": scale, "group": group}
     rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))

@@ -26,7 +26,7 @@ def attend(
     dropout: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """Ring attention of contiguous shards."""
+    """ringattn's `ring_attention` on contiguous shards."""
     pattern: Any = ra.Causal() if causal else ra.Full()
     if window is not None:
         near = ra.Window(window)
@@ -40,7 +40,7 @@ def attend(
 
 
 def run_model(model: Any, batch: dict[str, torch.Tensor], *, group: Any) -> torch.Tensor:
-    """The logits of this rank's contiguous rows."""
+    """Run a model parallelized by ringattn; returns the logits of this rank's rows of contiguous shards."""
     from ringattn.integrations.transformers import parallelize, shard_batch
 
     model = parallelize(model, group, layout="contiguous")

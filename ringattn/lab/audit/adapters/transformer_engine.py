@@ -19,7 +19,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """DotProductAttention with a context-parallel group."""
+    """Attention by Transformer Engine's DotProductAttention, with a context-parallel group."""
     module: Any = DotProductAttention(
         q.shape[1], q.shape[3], num_gqa_groups=k.shape[1], qkv_format="bshd", softmax_scale=scale,
         attn_mask_type="causal" if causal else "no_mask", attention_dropout=dropout,

@@ -13,7 +13,7 @@ from yunchang.kernels import AttnType
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
-    """The module UlyssesAttention."""
+    """Attention by yunchang's module UlyssesAttention."""
     attention = UlyssesAttention(group, attn_type=AttnType.FA if q.is_cuda else AttnType.TORCH_FLASH)
     if not q.is_cuda:
         attention.attn_fn = _attend_on_cpu

@@ -61,7 +61,7 @@ PRESETS = ("h100_nvlink_ib", "a100_nvlink_ib", "a100_pcie")
 
 
 def list_cases() -> list[BenchCase]:
-    """The cases of 40 measured and 100 modelled settings."""
+    """The cases of this suite: 40 settings that are measured, and 100 whose times are predicted."""
     cpu = MACHINES["cpu"]
     cases = [
         _case(f"{name}_{layout}_{tokens}_{ranks}", pattern, layout, tokens, ranks, cpu)
@@ -165,7 +165,10 @@ class Setting:
 
     @cached_property
     def schedules(self) -> list[str]:
-        """Every schedule that fits: rings, direct, all-gather, and Ulysses groups of any size combined with these."""
+        """The schedules that fit this setting: ring, direct, all-gather, double rings, and Ulysses groups of any size.
+
+        Ulysses groups are combined with ring, direct and all-gather.
+        """
         node = get_machine(self.machine).ranks_per_node
         sizes = [size for size in range(2, self.ranks + 1) if self.ranks % size == 0]
         names = ["ring", "direct", "allgather"]
@@ -182,7 +185,7 @@ class Setting:
             return False
 
     def judge(self) -> dict[str, object]:
-        """auto's pick, the fastest schedule, and the ratio of their times in the forward."""
+        """Which schedule `auto` chooses, which is fastest, and the ratio of their predicted forward times."""
         picked = self.plan("auto").schedule
         names = dict.fromkeys((*self.schedules, picked))  # auto may pick more groups than are listed
         seconds = {name: simulate(self.plan(name), self.machine).seconds for name in names}

@@ -59,7 +59,7 @@ class Sizes:
 
 
 def list_cases(sizes: Sizes) -> list[BenchCase]:
-    """The cases: rates of masks, and virtual rings."""
+    """The cases of this suite: computing rates for several masks, and rings of virtual ranks."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     settings = {"device": device, **vars(sizes)}
     cases, masks = [], list_masks(sizes.tokens, sizes.window, sizes.block, *sizes.dilated)
@@ -181,7 +181,10 @@ def list_rows(record: CaseRecord) -> list[dict[str, str]]:
 
 
 def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """How many cases were measured, the hardware, and the median share of matmul's rate; and whether all succeeded."""
+    """A sentence with the number of measured cases, the hardware and the median rate, and whether all cases succeeded.
+
+    The rate is relative to that of a matrix product.
+    """
     done = [record for record in records if "failed" not in record]
     hardware = done[0]["details"]["hardware"] if done else {}
     shares = [record["ratios"][0]["median"] for record in done if record["ratios"]]

@@ -35,9 +35,9 @@ NOTE = (
 
 
 class NoKernel(AtenCpu):
-    """A stand-in for the CPU kernel that computes nothing. `calls` counts its calls.
+    """A kernel that computes nothing, to measure the time of everything else. `calls` counts its calls.
 
-    The results of a work are created once, so that a later call costs a look-up and no op.
+    The results for a work are created once, so that a later call costs only a look-up.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class NoKernel(AtenCpu):
 
 
 class InstantMessages:
-    """Messages that take no time and deliver zeros, so that a program takes only its computing time."""
+    """A replacement for messages that takes no time and delivers zeros, to measure the time of computing alone."""
 
     def post(self, post: Post) -> None:
         """Fill the receive buffers with zeros."""
@@ -87,7 +87,10 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict[str, Callable[[], Any]]:
-    """{"forward": run, "backward": run}: warm fp32 passes of one rank, each run by the executor's program."""
+    """Functions {"forward": run, "backward": run} that run the passes of one rank in fp32, after a warm-up.
+
+    They run the executor's own programs; `carrier` carries the messages.
+    """
     shape = plan.batch, plan.heads, plan.layout.rows(rank), plan.head_dim
     q, k, v, grad = (torch.zeros(shape, device="cpu") for _ in range(4))
     job = Job(plan, rank, kernel, plan.head_dim**-0.5)
@@ -112,7 +115,7 @@ def _make_host_passes(schedule: str, rotate: str) -> tuple[NoKernel, dict[str, C
 
 
 def count_passes(schedule: str, rotate: str = "auto") -> Iterator[tuple[str, dict[str, float]]]:
-    """For each pass: launches, kernel calls, launches per kernel call, and the bytes of all ops except kernels."""
+    """For each pass: the launches, the kernel calls, their ratio, and the bytes that all ops except kernels move."""
     kernel, passes = _make_host_passes(schedule, rotate)
     for name, run in passes.items():
         kernel.calls = 0

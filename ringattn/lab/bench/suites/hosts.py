@@ -51,7 +51,7 @@ NOTE = (
 
 
 def list_cases() -> list[BenchCase]:
-    """A calibration at each rate, and cases of each mask, forward, and forward and backward."""
+    """The cases of this suite, at each link rate: a calibration, and for each mask a forward, also with backward."""
     cases = []
     for rate in RATES:
         cluster = Cluster(NODES, PER_NODE, rate * 1e6 / 8)
@@ -90,7 +90,7 @@ def _count(context: Context) -> dict[str, Any]:
 
 
 def count_bytes(context: Context, schedule: str) -> tuple[int, int]:
-    """The bytes on the link of host 0 in CALLS calls: as the kernel counts what it sent, and as planned. Collective."""
+    """Bytes that host 0 sends over its link in CALLS calls: (counted by the operating system, planned). Collective."""
     assert context.hosts is not None
     run, inside = make_ring(context, schedule), range(context.hosts.cluster.ranks_per_node)
     run()  # in the first call the ranks compare their plans
@@ -129,10 +129,11 @@ def _read(text: str) -> Machine:
 
 
 def predict(records: list[CaseRecord]) -> tuple[list[float], list[float]]:
-    """(predicted over measured times of all schedules, times of what `auto` takes over the fastest), for all cases.
+    """For all cases, how well times at a link rate are predicted from measurements at the other rates.
 
-    The model of the links comes from the other rates: their mean latency, and the mean share of the nominal rate
-    reached.
+    Returns (predicted / measured times of all schedules, times of the schedule that `auto` picks / times of the
+    fastest). The links are predicted by the mean latency at the other rates, and the mean share of the nominal rate
+    that was reached.
     """
     machines = {x["settings"]["rate"]: _read(x["details"]["machine"]) for x in records if "machine" in x["details"]}
     ratios, picks = [], []

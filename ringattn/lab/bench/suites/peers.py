@@ -84,7 +84,10 @@ def _swap(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def import_ring_flash_attn() -> Any:
-    """ring-flash-attn; without flash-attn, over a stand-in for its CUDA kernel. Raises ImportError without it."""
+    """Import ring-flash-attn; without flash-attn, its CUDA kernel is replaced by a CPU op.
+
+    Raises ImportError if ring-flash-attn is not installed.
+    """
     sys.modules.setdefault("flash_attn", ModuleType("flash_attn"))
     sys.modules.setdefault("flash_attn.flash_attn_interface", make_flash_attn())
     hugging_face = ModuleType("ring_flash_attn.adapters")  # cannot be imported with transformers 5; not measured
@@ -147,7 +150,10 @@ def _score(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, window:
 
 
 def make_flash_attn() -> ModuleType:
-    """A stand-in for flash_attn.flash_attn_interface on tensors [B, N, H, D], by the same CPU op as our kernel."""
+    """A replacement for flash_attn.flash_attn_interface that calls the same CPU op as ringattn's CPU kernel.
+
+    Tensors are [B, N, H, D].
+    """
 
     def forward(
         q: Any, k: Any, v: Any, dropout_p: float, softmax_scale: float, causal: bool,
@@ -229,7 +235,7 @@ def _case(name: str, mask: Mask, dtype: str, tokens: int, backward: bool) -> Ben
 
 
 def check(context: Context, results: dict[str, Any]) -> dict[str, float]:
-    """The largest relative error of each library against dense attention in fp64; on rank 0."""
+    """On rank 0, the largest relative error of each library against dense attention in fp64."""
     exact = compute_dense(context) if context.rank == 0 else []
     errors = {}
     for name, tensors in results.items():
@@ -254,7 +260,7 @@ def compute_dense(context: Context) -> list[torch.Tensor]:
 
 
 def judge(record: CaseRecord) -> dict[str, Any]:
-    """The fastest peer with correct results, and the ratio of its time to ours."""
+    """The fastest other library with correct results, and its time divided by ringattn's."""
     medians = {name: column["median"] for name, column in record["columns"].items()}
     ours, target = medians.pop("ringattn", None), record["settings"]["target"]
     if ours is None or not medians:
@@ -265,7 +271,7 @@ def judge(record: CaseRecord) -> dict[str, Any]:
 
 
 def conclude(records: list[CaseRecord]) -> tuple[str, bool]:
-    """In how many cases we beat the fastest correct peer by the promised factor; and whether in all."""
+    """A sentence on how often ringattn beats the fastest correct library by the promised factor; and whether always."""
     met = sum(record.get("summary", {}).get("met", False) for record in records)
     text = f"as fast as promised against the fastest right peer in {met} of {len(records)} cases"
     return text, met == len(records)

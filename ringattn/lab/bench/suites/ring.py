@@ -58,9 +58,10 @@ def _settings(tokens: int, causal: bool, backward: bool, **more: Any) -> dict[st
 
 
 def make_template(context: Context, rotate: str) -> Run:
-    """torch's `_templated_ring_attention` with the CPU flash op; its head-tail balance equals our zigzag layout.
+    """A function that runs torch's `_templated_ring_attention` with the CPU flash op.
 
-    `rotate` is passed to torch's `set_rotate_method`.
+    For causal attention, torch's load balancing gives each rank the rows of ringattn's zigzag layout. `rotate` is
+    passed to torch's `set_rotate_method`.
     """
     try:  # a private module, needed only in cases that compare with it
         import torch.distributed.tensor.experimental._context_parallel._attention as template

@@ -145,9 +145,10 @@ def _list_memory() -> list[BenchCase]:
 
 
 def make_checkpoint_case(recompute: str) -> BenchCase:
-    """A case of peak memory: forward and backward of 4 layers that recompute nothing, the projections, or everything.
+    """A case of peak memory: forward and backward of 4 layers with gradient checkpointing.
 
-    The formula counts what a stack without recomputation saves: q, k, v, output and input of all layers.
+    `recompute` says what the backward recomputes: nothing, the projections, or everything. The formula counts what
+    layers without recomputation save: q, k, v, output and input of all layers.
     """
     layers, pattern = 4, "local_window(128, blocks=1) & Causal()"
 
@@ -187,7 +188,10 @@ def make_checkpoint_case(recompute: str) -> BenchCase:
 
 
 def conclude_memory(records: list[CaseRecord]) -> tuple[str, bool]:
-    """Peak bytes of the process per token, of system `SPARSE` at the longest length; whether they are within `MOST`."""
+    """A sentence with the peak memory per token of the system `SPARSE`, and whether it is at most `MOST` bytes.
+
+    Measured at the longest length, for the whole process.
+    """
     done = [x for x in find_cases(records, SPARSE) if x["settings"]["tokens"] == MEMORY_LENGTHS[-1]]
     peaks = [x["columns"]["forward"]["peaks"]["process"] / MEMORY_LENGTHS[-1] for x in done]
     share = MOST / peaks[0] if peaks else 0.0
