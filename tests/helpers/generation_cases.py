@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_cases import BASE, make
-from rank_pool import told_by
+from rank_pool import of_first, told_by
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, GenerationConfig
 
 from ringattn.errors import InvalidInput
@@ -50,17 +50,27 @@ def pair(name: str, ends: bool = False) -> tuple[Any, Any]:
 
 
 def difference(alone: Any, model: Any, way: str, inputs: Any, rank: int, **more: Any) -> float:
-    """The largest difference of all logits of a generation; infinity for other tokens. Beams have scores."""
-    options = {**WAYS[way], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    """`far` of a way to generate. Beams have scores."""
+    options = {**WAYS[way], "output_scores": True}
     if way == "assistant":
         options["assistant_model"] = make("Llama", pad_token_id=0, num_hidden_layers=1).eval()
     torch.manual_seed(3)
-    right = alone.generate(**inputs, **options)
+    right = of_first(lambda: generate(alone, **inputs, **options))
     torch.manual_seed(3 + rank)  # rank 0's numbers are those of all
-    mine = model.generate(**inputs, **options, **more)
-    if not torch.equal(mine.sequences, right.sequences):
+    return far(generate(model, **inputs, **options, **more), right)
+
+
+def generate(model: Any, **options: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The tokens and logits of a generation."""
+    found = model.generate(**options, return_dict_in_generate=True, output_logits=True)
+    return found.sequences, found.logits
+
+
+def far(mine: tuple[Any, Any], right: tuple[Any, Any]) -> float:
+    """The largest difference of logits of two generations; infinity for other tokens."""
+    if not torch.equal(mine[0], right[0]):
         return float("inf")
-    return max(float((a - b).abs().max()) for a, b in zip(mine.logits, right.logits, strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(mine[1], right[1], strict=True))
 
 
 def generations(rank: int, name: str, ways: list[str], batch: int, tokens: int, padding: int) -> dict[str, float]:
@@ -73,14 +83,19 @@ def generations(rank: int, name: str, ways: list[str], batch: int, tokens: int, 
 def conversations(rank: int, windows: str) -> tuple[float, float, int]:
     """Two turns with one cache, and rows of a layer with a window of 9 keys that all ranks hold together."""
     alone, model = pair("Gemma 3, hybrid")
-    past, beside = RingCache(model, page=4, windows=windows), DynamicCache(config=alone.config)
-    first = prompts(2, 37)
-    one = difference(alone, model, "greedy", first, rank, past_key_values=past)
-    told = alone.generate(**first, max_new_tokens=64, past_key_values=beside)
-    turn = {"input_ids": torch.cat([told, prompts(2, 13)["input_ids"]], 1)}
-    right = alone.generate(**turn, max_new_tokens=8, past_key_values=beside)
-    mine = model.generate(**turn, max_new_tokens=8, past_key_values=past)
-    assert past.get_seq_length() == beside.get_seq_length(), "tokens of the first turn were computed again"
+    past, first, more = RingCache(model, page=4, windows=windows), prompts(2, 37), prompts(2, 13)["input_ids"]
+
+    def converse() -> tuple[Any, torch.Tensor, torch.Tensor, int]:
+        beside = DynamicCache(config=alone.config)
+        told = generate(alone, **first, max_new_tokens=64, past_key_values=beside)
+        turn = torch.cat([told[0], more], 1)
+        right = alone.generate(turn, max_new_tokens=8, past_key_values=beside)
+        return told, turn, right, beside.get_seq_length()
+
+    told, turn, right, length = of_first(converse)
+    one = far(generate(model, **first, max_new_tokens=64, past_key_values=past), told)
+    mine = model.generate(turn, max_new_tokens=8, past_key_values=past)
+    assert past.get_seq_length() == length, "tokens of the first turn were computed again"
     held = torch.tensor(sum(map(len, past.cache.rows(0))))
     if windows == "shard":
         dist.all_reduce(held)

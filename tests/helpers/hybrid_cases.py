@@ -12,9 +12,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-from generation_cases import WAYS, prompts
-from rank_pool import told_by
+from generation_cases import WAYS, far, generate, prompts
+from rank_pool import of_first, told_by
 from sweep import classes, fit, make_ids
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -45,11 +44,9 @@ def generations(rank: int, name: str) -> dict[str, float]:
         cases["lookup"] = prompts(1, 23)
     found = {}
     for way, inputs in cases.items():
-        options = {**WAYS.get(way, {}), "return_dict_in_generate": True, "output_logits": True}
-        options["max_new_tokens"] = 32 if way == "greedy" else 10
-        right, mine = (each.generate(**inputs, **options) for each in (alone, model))
-        far = max(float((a - b).abs().max()) for a, b in zip(mine.logits, right.logits, strict=True))
-        found[way] = far if torch.equal(mine.sequences, right.sequences) else float("inf")
+        options = {**inputs, **WAYS.get(way, {}), "max_new_tokens": 32 if way == "greedy" else 10}
+        right = of_first(lambda options=options: generate(alone, **options))  # type: ignore[misc]
+        found[way] = far(generate(model, **options), right)
     return found
 
 

@@ -15,7 +15,7 @@ import sweep
 import torch
 import torch.distributed as dist
 import transformers as hf
-from rank_pool import told_by
+from rank_pool import of_first, told_by
 from torch._dynamo.utils import counters
 
 import ringattn as ra
@@ -131,7 +131,7 @@ def batches(rank: int, name: str, bound: float) -> dict[str, str]:
     """What `sweep` finds for each kind of batch, with differences of at most `bound`."""
     eager = make(name, attn_implementation="eager")
     ids = torch.randint(1, 61, (2, sweep.TOKENS), generator=torch.Generator().manual_seed(2))
-    expected = {mode: sweep.run_alone(eager, mode, ids) for mode in sweep.PARTS}
+    expected = of_first(lambda: sweep.run_all_alone(eager, ids, sweep.PARTS))
     model, layout = parallelize(make(name), layout="striped(3)"), "striped(3)"
     return {mode: sweep.compare(model, None, layout, mode, right, ids, bound) for mode, right in expected.items()}
 

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener, wait
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from ringattn.errors import LaunchFailure, RingAttentionError
 from ringattn.transport.launcher import run_local
+
+T = TypeVar("T")
 
 
 def serve(rank: int, address: str) -> None:
@@ -35,6 +38,13 @@ def told_by(call: Callable[[], Any]) -> str:
     except (RingAttentionError, MemoryError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
+
+
+def of_first(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks: the numbers of one process are computed once, not on every rank."""
+    held: list[Any] = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held)
+    return cast("T", held[0])
 
 
 def wait_for_files(folder: str, count: int) -> None:

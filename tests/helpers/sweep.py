@@ -20,6 +20,7 @@ import sys
 import typing
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from huggingface_hub.errors import StrictDataclassError
-from rank_pool import Pool, told_by
+from rank_pool import Pool, of_first, told_by
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import ringattn as ra
@@ -360,6 +361,18 @@ def run_alone(model: Any, mode: str, ids: torch.Tensor) -> tuple[list[Any], list
     )
 
 
+def run_all_alone(model: Any, ids: torch.Tensor, modes: Iterable[str]) -> dict[str, Any] | str:
+    """`run_alone` by the kind of batch, once for kinds of the same sequences; or why it cannot be run."""
+    parts, found = parts_of(model), dict[str, Any]()
+    try:
+        for mode in modes:
+            same = [other for other in found if parts[other] is parts[mode]]
+            found[mode] = found[same[0]] if same else run_alone(model, mode, ids)
+    except FOREIGN as error:
+        return not_buildable(error)
+    return found
+
+
 def whole_batch(model: Any, mode: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The batch of all sequences of this kind; answers count the places of the row."""
     name, parts = type(model).__name__, parts_of(model)[mode]
@@ -431,6 +444,10 @@ def compare(
     return f"WRONG {bad}" if bad else "exact"
 
 
+def not_buildable(error: Exception) -> str:
+    return f"not buildable: {type(error).__name__}: {str(error)[:150]}"
+
+
 def make_ids() -> torch.Tensor:
     """The tokens of a batch, some of them masked."""
     ids = torch.randint(8, CLASSES, (2, TOKENS), generator=torch.Generator().manual_seed(2))
@@ -462,11 +479,14 @@ def one(
             padded = next(mode for mode in modes if mode.startswith("padded"))
             runs = [run for run in runs if run in (("zigzag", padded), ("contiguous", "packed"))]
             runs = runs[-1:] if len(fields) == 1 else runs
-        expected = {mode: run_alone(model, mode, ids) for mode in modes if not fields or mode in ("packed", padded)}
+        modes = [mode for mode in modes if not fields or mode in ("packed", padded)]
+        expected = of_first(lambda: run_all_alone(model, ids, modes))
     except ra.RingAttentionError as error:
         return {"": f"refused: {type(error).__name__}: {error}"}
     except FOREIGN as error:
-        return {"": f"not buildable: {type(error).__name__}: {str(error)[:150]}"}
+        return {"": not_buildable(error)}
+    if isinstance(expected, str):
+        return {"": expected}
     found: dict[str, str] = {}
     for layout, mode in runs:
         if layout not in groups:
