@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, count
+from itertools import accumulate, chain, count, groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
