@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_line import ringattn, started
+from command_line import ringattn
 from faulty_rings import FAULTS
 
 from ringattn import CommFailure, InvalidInput
@@ -26,7 +26,7 @@ from ringattn.lab.audit import run
 from ringattn.lab.audit.cases import Case, list_cases
 from ringattn.lab.audit.models import load_model
 from ringattn.lab.audit.oracle import attend, make_inputs, see
-from ringattn.lab.audit.run import Finding, audit, choose_cases, load_target, read, work
+from ringattn.lab.audit.run import ADAPTERS, Finding, audit, choose_cases, load_target, read, work
 from ringattn.lab.verbs.audit import main
 from ringattn.transport.launcher import run_local
 
@@ -179,15 +179,32 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
         assert why in found[1].verdict.why
 
 
+def launch(folder: Path, *words: str) -> list[subprocess.CompletedProcess[str]]:
+    """`ringattn audit` on two ranks that find what torchrun tells them; what each has printed, and its status."""
+    store = make_store()
+
+    def start(rank: int) -> subprocess.CompletedProcess[str]:
+        return ringattn("audit", *words, cwd=folder, status=None, **place(rank, 2, store.port))
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(start, range(2))]
+
+
 @pytest.mark.multi
 def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
-    """The script of a failing model is written on rank 0 alone, and so may not be collective."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = (f"model={MODEL}", "features=[padding on the left,uneven length]", "output.path=-")
-    (tmp_path / "faulty_rings.py").write_text((HELPERS / "faulty_rings.py").read_text())
-    told = started("audit", "faulty_rings:with_padding", *words, cwd=tmp_path, launcher=torchrun, status=1)
+    (told, other) = launch(tmp_path, "features=[causal,documents]", "output.path=-")
     record = json.loads(told.stdout)
-    assert record["ranks"] == 2
+    assert record["ranks"] == 2 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
+    assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
+    assert told.returncode == other.returncode == 0 and not other.stdout
+
+
+@pytest.mark.multi
+def test_torchrun_tells_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+    """The script of the failure is written on rank 0 alone, and so may not be collective."""
+    words = (f"model={MODEL}", "features=[padding on the left,uneven length]", "output.path=found.json")
+    assert launch(tmp_path, "faulty_rings:with_padding", *words)[0].returncode == 1
+    record = json.loads((tmp_path / "found.json").read_text())
     assert [one["feature"] for one in record["features"]] == ["padding on the left", "uneven length"]
     assert [one["verdict"]["verdict"] for one in record["features"]] == ["wrong", "exact"]
     assert "model" in record["features"][0]["script"] and not record["features"][1]["script"]
@@ -197,12 +214,10 @@ def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("target", "status"), [("clearing", 2), ("clearing_and_hanging", 3)])
 def test_a_report_that_cannot_be_written_ends_all_ranks_of_a_launcher(tmp_path: Path, target: str, status: int) -> None:
     (tmp_path / "out").mkdir()
-    words = ("audit", f"faulty_rings:{target}", "features=[dense]", "output.path=out/found.json", "patience=1")
-    store = make_store()
-    with ThreadPoolExecutor(2) as pool:
-        first, other = pool.map(
-            lambda rank: ringattn(*words, cwd=tmp_path, status=status, **place(rank, 2, store.port)), range(2)
-        )
+    first, other = launch(
+        tmp_path, f"faulty_rings:{target}", "features=[dense]", "output.path=out/found.json", "patience=1"
+    )
+    assert first.returncode == other.returncode == status
     why = "output out/found.json: the folder out does not exist; make it first\n"
     assert first.stderr == f"ringattn: {why}"
     assert status == 3 or other.stderr == f"ringattn: rank 0 ended the audit: {why}"
@@ -268,6 +283,12 @@ def test_the_audit_runs_under_mpirun_and_tells_what_hung(tmp_path: Path) -> None
         )
         assert re.search(shown, done.stdout), done.stdout + done.stderr
         assert done.returncode == status and ("not tried: padding on the left" in done.stderr) == bool(status)
+
+
+def test_scripts_of_adapters_import_what_they_need_by_its_whole_name() -> None:
+    for adapter in ADAPTERS:
+        found = Path(run.__file__).with_name("adapters") / f"{adapter}.py"
+        assert not re.search(r"^\s*from \.", found.read_text(), re.MULTILINE), adapter
 
 
 def test_wrong_targets_and_features_are_told() -> None:
