@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from . import torch_cp
+from ringattn.lab.audit.adapters import torch_cp
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any, causal: bool = False, scale: float | None = None
 ) -> torch.Tensor:
-    """As `torch_cp`, with the load balancing that accelerate leaves on."""
+    """PyTorch's context-parallel attention, with the load balancing that accelerate leaves switched on."""
     return torch_cp.attend(q, k, v, group=group, causal=causal, scale=scale, balanced=True)
 
 

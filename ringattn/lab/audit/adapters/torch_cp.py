@@ -13,7 +13,6 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.nn import functional
 
-MESHES: dict[int, Any] = {}
 CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -48,7 +47,7 @@ def attend(
     dropout: float = 0.0,
     balanced: bool = False,
 ) -> torch.Tensor:
-    """Attention of contiguous shards, or of zigzag shards if `balanced`."""
+    """PyTorch's context-parallel attention on contiguous shards, or on zigzag shards if `balanced`."""
     ranks = torch.distributed.get_world_size(group)
     ring._cp_options.enable_load_balance = balanced
     if q.device.type == "cpu":
@@ -58,7 +57,7 @@ def attend(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return _Template.apply(q, k, v, group, causal, scale)
-    mesh = MESHES.setdefault(ranks, init_device_mesh(q.device.type, (ranks,)))
+    mesh = init_device_mesh(q.device.type, (ranks,))
     shown = torch.empty(2 * ranks, device=q.device)  # the context cuts at least one buffer; our shards are cut already
     with context_parallel(mesh, buffers=[shown], buffer_seq_dims=[0]):
         return functional.scaled_dot_product_attention(  # the context replaces this function
