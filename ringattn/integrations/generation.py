@@ -218,7 +218,7 @@ class RingCache(Cache):  # type: ignore[misc]
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
+        """Repeat each row of the batch `repeats` times."""
         self.reorder_cache(torch.arange(len(self.cache.lengths), device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:

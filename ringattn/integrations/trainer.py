@@ -94,12 +94,12 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """The number of cp groups."""
+        """The number of cp groups, that is, groups of ranks that share sequences."""
         return 1 if self.mesh is None else self.mesh.size(0)
 
     @property
     def process_index(self) -> int:
-        """The index of this rank's cp group."""
+        """The index of this rank's cp group, the group of ranks with which it shares sequences."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
 
     def drop_copies(self, x: Tensor) -> Tensor:

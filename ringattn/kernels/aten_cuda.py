@@ -31,21 +31,22 @@ _aten = torch.ops.aten
 
 
 class AtenCuda(Kernel):
-    """One of the three ops or, without a choice, the fastest op that can compute each call.
+    """The CUDA kernel; it calls one of torch's three attention ops: the given choice, or the fastest one for each call.
 
-    - Flash computes any band, cut into calls that flash can express.
-    - The memory-efficient op replaces flash where that cannot run: for fp32, on devices of a compute capability below
+    - Flash computes any band mask, split into calls that flash can express.
+    - The memory-efficient op replaces flash where flash cannot run: for fp32, on devices of a compute capability below
       8.0, and after torch.backends.cuda.enable_flash_sdp(False).
     - cuDNN computes dense and causal calls in 16 bits if `CudaDevice` considers it correct and fast, unless
-      `deterministic` or torch.use_deterministic_algorithms asks for determinism. It builds a plan for each shape and
-      stride, so flash computes works whose shapes will not recur, such as those of documents and of blocks selected for
-      one call. With the choice "cudnn", flash or the memory-efficient op (`band_op`) computes the calls that cuDNN
-      cannot.
+      `deterministic` or torch.use_deterministic_algorithms asks for determinism. cuDNN needs preparation for each new
+      shape and stride, so flash computes calls whose shapes will not recur, such as those of documents and of blocks
+      selected for one call. With the choice "cudnn", flash or the memory-efficient op (`band_op`) computes the calls
+      that cuDNN cannot.
     - If torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2 by "FA3" or "FA4", that computes
       the calls of flash, and those of cuDNN.
 
-    Head dims up to 256. Short works of a visit, such as documents, dilated classes and rows of blocks, are packed into
-    one flash call with cumulative lengths, "varlen", see `packing`; with the choice "cudnn" they stay separate calls.
+    Head dims up to 256. Short calls that are computed together, such as documents, dilated branches and rows of blocks,
+    are combined into one flash call with cumulative lengths ("varlen"), see `packing`; with the choice "cudnn" they
+    stay separate calls.
 
     `check` reads once what the device and torch's switches allow; the backward uses the same.
     """

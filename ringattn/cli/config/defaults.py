@@ -39,7 +39,7 @@ def default_options(verb: str) -> dict[str, str | None]:
 
 @cache
 def read_defaults(verb: str) -> dict[str, Any]:
-    """The default settings of a verb: the values in conf/VERB.yaml, with the values of its default group options."""
+    """The default settings of a command (`verb`): those in conf/VERB.yaml and in its default group options."""
     found = {}
     for group, option in default_options(verb).items():
         path = conf_dir() / group / f"{option}.yaml"

@@ -59,10 +59,10 @@ def _check_file(path: Path, folder: Path) -> None:
 
 
 def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
-    """The --help text of a verb: examples and keys with defaults from its YAML file, then groups and options.
+    """The --help text of a command (`verb`): examples and keys with defaults from its YAML file, groups and options.
 
-    With `topics`, names of groups, only their options and parameters. Raises InvalidInput for an unknown topic or an
-    unreadable config file.
+    With `topics`, names of config groups, only the options and parameters of these groups. Raises InvalidInput for an
+    unknown topic or an unreadable config file.
     """
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
@@ -109,7 +109,7 @@ def _group_lines(verb: str, group: str, default: str, folders: Sequence[Path]) -
 
 
 def heading(text: str) -> list[str]:
-    """The comment lines at the top of a config file, which describe its verb or option."""
+    """The comment lines at the top of a config file, which describe its command or group option."""
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
     return [line.removeprefix("# ") for line in lines[:end]] or [""]

@@ -269,7 +269,7 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def store_schemas(*verbs: str) -> None:
-    """Register the schemas of these verbs (default: all) and the machine presets with Hydra."""
+    """Register the settings classes of these commands (default: all) and the machine presets with Hydra."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for verb in verbs or SCHEMAS:
         store.store(name=f"{verb}_schema", node=SCHEMAS[verb])

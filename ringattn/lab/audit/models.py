@@ -64,7 +64,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
         yield replace(base, feature=name, ways=(way,))
 
 
-def make_batch(case: Case, words: int = 61, seed: int = 2) -> dict[str, Tensor]:
+def make_batch(case: Case, words: int, seed: int = 2) -> dict[str, Tensor]:
     """A batch of whole sequences: input_ids [B, N], and for documents or padding another tensor.
 
     For packed documents position_ids that restart in each, for padding an attention_mask that is 0 there.

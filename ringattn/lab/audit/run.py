@@ -7,6 +7,7 @@ import pickle
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -228,6 +229,8 @@ class _Rank:
         except RingAttentionError as error:
             sys.stderr.write(f"ringattn: {error}\n")
         finally:
+            if failure := sys.exc_info()[1]:
+                traceback.print_exception(failure)
             sys.stderr.flush()
             os._exit(STUCK)
 

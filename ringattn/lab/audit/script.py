@@ -86,28 +86,22 @@ def write_script(target: Callable[..., Any], name: str, case: Case, ranks: int, 
     else:
         source, function = inspect.getsource(inspect.getmodule(target) or inspect), target.__name__
         source = source[source.index("from typing") :].strip()  # after the docstring and the future
+    (first, end), keywords, cap = case.real, {**case.mask}, case.mask.get("softcap")
+    if keywords.pop("left", 0) + keywords.pop("padding", 0):
+        keywords["padding_mask"] = f"((rows < {first}) | (rows >= {end})).expand({case.batch}, -1)"
     known: dict[str, Any] = {
         **vars(case),
-        "ranks": ranks,
-        "function": function,
-        **dict(zip(("first", "end"), case.real, strict=True)),
+        **{"ranks": ranks, "target": source, "function": function, "first": first, "end": end},
         "rows": [place_rows(target, case.tokens, rank, ranks).tolist() for rank in range(ranks)],
+        "group": case.heads // case.kv_heads,
+        "scale": case.mask.get("scale") or f"{case.head_dim} ** -0.5",
+        "softcap": f".div({cap}).tanh().mul({cap})" if cap else "",
+        "seen": see(case).int().tolist(),
+        "keywords": "".join(f", {key}={value}" for key, value in keywords.items()),
     }
-    if tested is not None:
-        imported, made = tested.source
-        batch = {name: x.tolist() for name, x in make_batch(case, tested.words).items()}
-        known |= {"inputs": batch, "spans": find_spans(case), "padding": case.mask.get("padding", 0)}
-        known |= {"model": made, "target": f"{source}\n{imported}"}
-        return (BEGIN + MODEL + END).format(**known)
-    cap, keywords = case.mask.get("softcap"), {**case.mask}
-    if keywords.pop("left", 0) + keywords.pop("padding", 0):
-        keywords["padding_mask"] = "((rows < {first}) | (rows >= {end})).expand({batch}, -1)".format(**known)
-    return (BEGIN + SCRIPT + END).format(
-        **known,
-        target=source,
-        group=case.heads // case.kv_heads,
-        scale=case.mask.get("scale") or f"{case.head_dim} ** -0.5",
-        softcap=f".div({cap}).tanh().mul({cap})" if cap else "",
-        seen=see(case).int().tolist(),
-        keywords="".join(f", {key}={value}" for key, value in keywords.items()),
-    )
+    if tested is None:
+        return (BEGIN + SCRIPT + END).format(**known)
+    imported, made = tested.source
+    batch = {name: x.tolist() for name, x in make_batch(case, tested.words).items()}
+    known |= {"target": f"{source}\n{imported}", "model": made, "inputs": batch, "spans": find_spans(case)}
+    return (BEGIN + MODEL + END).format(**known, padding=case.tokens - end)

@@ -279,7 +279,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     experts = model.experts * model.expert if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
-        """((seconds, bytes) in a forward, the same in a backward) of collectives for these parameters and experts."""
+        """(seconds, bytes) of collectives in a forward and in a backward, for these parameters and experts."""
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)

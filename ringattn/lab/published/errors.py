@@ -31,7 +31,7 @@ class ErrorStatistics:
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorStatistics:
-        """The statistics of at least one error."""
+        """Compute the statistics of at least one error."""
         median, p90 = np.quantile(np.abs(errors), (0.5, 0.9))
         return cls(len(errors), float(median), float(p90), fmean(errors))
 

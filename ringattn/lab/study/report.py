@@ -149,7 +149,7 @@ class StudyReport:
 
     @property
     def points(self) -> ReportTable:
-        """The table of all points."""
+        """A table with a row for each point of the study."""
         table = self.table
         varied = [name for name in self._described if name not in self.shared and name not in table.axes]
         passes = (f"{direction} {name}" for direction in DIRECTIONS for name in PASS_COLUMNS)

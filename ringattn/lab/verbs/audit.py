@@ -54,12 +54,11 @@ def main(config: AuditConfig) -> None:
         sys.stdout.flush()
 
     if launch.kind == "none":
-        found: list[Finding] = []
         try:
-            found.extend(audit(config.target, ranks, cases, config.patience, model))
+            findings.extend(audit(config.target, ranks, cases, config.patience, model))
         finally:  # perhaps interrupted
-            if found:
-                report(found)
+            if findings:
+                report(findings)
     else:
         check(config.target, ranks, cases, model)
         _join(launch, 60 * config.patience)

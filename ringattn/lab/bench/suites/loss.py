@@ -33,7 +33,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {"plain": _plain, "chunks": lin
 
 
 def list_cases(tokens: int = TOKENS, classes: int = CLASSES, width: int = WIDTH) -> list[BenchCase]:
-    """One case, with a small vocabulary."""
+    """The single case of this suite, with a small vocabulary."""
     return [
         BenchCase(
             "memory",

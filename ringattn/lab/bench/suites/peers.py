@@ -210,7 +210,10 @@ PEERS: dict[str, BenchColumn] = {
 
 
 def list_cases(tokens: int = TOKENS) -> list[BenchCase]:
-    """Cases of five masks, each forward, and forward and backward; dense and causal masks also in bf16."""
+    """The cases of this suite: five masks, each with a forward, and with forward and backward.
+
+    Dense and causal masks are also measured in bf16.
+    """
     masks = [(name, mask, "float32") for name, mask in _list_masks(tokens).items()]
     masks += [(name, mask, "bfloat16") for name, mask, _ in masks[:2]]
     return [_case(*mask, tokens, backward) for mask in masks for backward in (False, True)]

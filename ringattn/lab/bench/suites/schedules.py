@@ -46,7 +46,10 @@ class InstantTransport(InstantMessages, TorchDist):  # type: ignore[misc]
 
 
 def list_cases() -> list[BenchCase]:
-    """Cases: communication of local patterns, the double ring, and overlap; targets are the project's promises."""
+    """The cases of this suite: communication of local patterns, the double ring, and overlap.
+
+    Their targets are what the project promises.
+    """
     slow, slower_4, slower_8 = Cluster(2, 2, 20e6), Cluster(2, 2, 5e6), Cluster(2, 4, 5e6)
     documents = f"Documents({DOCUMENTS})"
     return [

@@ -35,7 +35,10 @@ TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: each rank h
 
 
 def list_cases() -> list[BenchCase]:
-    """Cases: three windows, a dilated backward, and two timelines; targets are the project's promises."""
+    """The cases of this suite: three windows, a dilated backward, and two timelines.
+
+    Their targets are what the project promises.
+    """
     return [
         *(_virtual_case(f"window_{width}", f"Window({width})") for width in (63, 255, 1023)),
         _virtual_case("dilated_backward", "Dilated((256,), (2,), causal=True)", backward=True),
