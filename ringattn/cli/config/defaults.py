@@ -9,8 +9,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
-from msgspec import convert
-
 from ...files import decode, read_text
 
 T = TypeVar("T")
@@ -64,8 +62,16 @@ def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
         for name, kind in get_type_hints(schema).items():
             value = defaults[name]
             schema.__annotations__[name] = kind  # includes fields of base classes: every verb has its own defaults
-            make = partial(convert, value or {}, kind) if is_dataclass(kind) else partial(deepcopy, value)
-            setattr(schema, name, field(default_factory=make))
+            made_anew = is_dataclass(kind) or isinstance(value, list | dict)
+            setattr(schema, name, field(default_factory=partial(_make, kind, value)) if made_anew else value)
         return dataclass(schema)
 
     return decorate
+
+
+def _make(kind: Any, value: Any) -> Any:
+    """A fresh default: `value` as an object of type `kind`."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _make(kinds[name], each) for name, each in (value or {}).items()})
+    return deepcopy(value)
