@@ -201,9 +201,11 @@ class _Rank:
         self.wait([f"{number}/ready/{rank}" for rank in range(self.ranks)], inf)
         timer = threading.Timer(self.patience, self.give_up, (case, number))
         timer.start()
-        with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
-            mine = judge(self.tested.compare if self.tested else compare, self.target, case, solved, self.device)
-        timer.cancel()
+        try:
+            with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
+                mine = judge(self.tested.compare if self.tested else compare, self.target, case, solved, self.device)
+        finally:
+            timer.cancel()
         self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(mine))
         verdicts = self._collect(number, 2 * self.patience)
         if any(one.verdict == "hang" for one in verdicts):
@@ -218,6 +220,8 @@ class _Rank:
         if mine is None:
             stuck = Verdict("hang", f"no result after {self.patience:g} s")
             self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(stuck))
+        if self.rank:
+            self.store.set(f"end/{self.rank}", "")  # rank 0 may wait for it, if an error ends it
         try:
             if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
                 self.tell(case, self._collect(number, LINGER / 2))

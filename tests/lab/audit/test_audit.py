@@ -223,6 +223,14 @@ def test_a_report_that_cannot_be_written_ends_all_ranks_of_a_launcher(tmp_path: 
     assert status == 3 or other.stderr == f"ringattn: rank 0 ended the audit: {why}"
 
 
+@pytest.mark.multi
+def test_an_error_that_is_no_verdict_ends_the_audit_and_is_shown(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0, whose error is shown although it waits for rank 1 to give up."""
+    first, other = launch(tmp_path, "faulty_rings:stopping", "features=[dense]", "patience=1")
+    assert "StopAsyncIteration: no more" in first.stderr and "not tried: dense" in first.stderr
+    assert first.returncode == 1 and other.returncode == 3
+
+
 def try_without_script(rank: int, folder: Path) -> str:
     """The error with which a rank ends, as no script can be written."""
 
