@@ -300,9 +300,13 @@ def seen_pieces(tile: Tile, layout: Layout) -> Iterator[tuple[np.ndarray, np.nda
 def _inside(
     tile: Tile, k: range, rows: np.ndarray, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    low, high = _bounds(rows, k, tile.lo, tile.hi)
-    first = np.maximum(low, -((k.start - start) // k.step))
-    last = np.minimum(high, -((k.start - stop) // k.step))
+    first = np.maximum(0, -((k.start - start) // k.step))
+    last = np.minimum(len(k), -((k.start - stop) // k.step))
+    first, last = np.broadcast_arrays(first, last, rows)[:2]
+    if tile.hi is not None:
+        first = np.maximum(first, -((k.start + tile.hi - rows) // k.step))
+    if tile.lo is not None:
+        last = np.minimum(last, (rows - tile.lo - k.start) // k.step + 1)
     return k.start + first * k.step, np.maximum(last - first, 0), k.step
 
 
