@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ...errors import InvalidInput
+from ...text import first_line
 
 #: Keywords by which a target may take a mask or an option, see docs/audit.md.
 KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap", "sink_logits", "scale", "dropout")
@@ -127,7 +128,7 @@ def find_named(key: str, module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name, None)
     except (ImportError, SyntaxError) as error:
-        raise InvalidInput(f"{key}: {error}; install it, or run where it can be imported") from None
+        raise InvalidInput(f"{key}: {first_line(error)}; install it, or run where it can be imported") from None
 
 
 def accepts(target: Callable[..., Any]) -> set[str]:

@@ -78,20 +78,18 @@ def check_target(name: str, target: Callable[..., Any], cases: Sequence[Case], r
         try:
             rows = torch.cat([place_rows(target, tokens, rank, ranks) for rank in range(ranks)]).tolist()
         except ERRORS as error:
-            raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}): {error}") from None
+            raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}): {first_line(error)}") from None
         if sorted(rows) != [*range(tokens)]:
             raise InvalidInput(f"target={name}: layout({tokens}, rank, {ranks}) must give each position to one rank")
 
 
-def judge(
-    compare: Callable[..., Verdict], target: Callable[..., Any], case: Case, solved: Any, device: torch.device
-) -> Verdict:
+def judge(compare: Callable[[], Verdict]) -> Verdict:
     """Return the verdict of `compare`; if `compare` raises an exception, the verdict "refused", "wrong" or "crash".
 
     Collective if the audited function is.
     """
     try:
-        return compare(target, case, device, solved)
+        return compare()
     except WrongError as error:
         return Verdict("wrong", str(error), "out")
     except ERRORS as error:
@@ -113,7 +111,7 @@ def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype 
         raise WrongError(f"{name} has dtype {x.dtype}, not {dtype}")
 
 
-def compare(target: Callable[..., Any], case: Case, device: torch.device, solved: None = None) -> Verdict:
+def compare(target: Callable[..., Any], case: Case, device: torch.device) -> Verdict:
     """Call the audited function on this rank's shards, and compare its results with exact ones. Collective.
 
     The gradient of the output is random.

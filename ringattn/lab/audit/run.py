@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
@@ -196,14 +197,16 @@ class _Rank:
 
         Ranks exchange verdicts through the store, under the key `number`.
         """
-        solved = self.tested and self.tested.solve(case)
+        call = partial(compare, self.target, case, self.device)
+        if self.tested:
+            call = partial(self.tested.compare, self.target, case, self.device, self.tested.solve(case))
         self.store.set(f"{number}/ready/{self.rank}", "")
         self.wait([f"{number}/ready/{rank}" for rank in range(self.ranks)], inf)
         timer = threading.Timer(self.patience, self.give_up, (case, number))
         timer.start()
         try:
             with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
-                mine = judge(self.tested.compare if self.tested else compare, self.target, case, solved, self.device)
+                mine = judge(call)
         finally:
             timer.cancel()
         self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(mine))
