@@ -299,11 +299,15 @@ def test_scripts_of_adapters_import_what_they_need_by_its_whole_name() -> None:
         assert not re.search(r"^\s*from \.", found.read_text(), re.MULTILINE), adapter
 
 
-def test_wrong_targets_and_features_are_told() -> None:
+def test_wrong_targets_and_features_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"target=ringatn: did you mean 'ringattn'"):
         load_target("ringatn")
     with pytest.raises(InvalidInput, match=r"target=no_such_module:f: No module named"):
         load_target("no_such_module:f")
+    (tmp_path / "needy_ring.py").write_text('raise ImportError("needs more\\nthan one line")')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidInput, match=r"target=needy_ring:f: needs more; install it"):
+        load_target("needy_ring:f")
     with pytest.raises(InvalidInput, match=r"target=math:nothing: math has no function nothing"):
         load_target("math:nothing")
     with pytest.raises(InvalidInput, match="target=yunchang: "):
