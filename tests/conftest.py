@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ settings.load_profile("ringattn")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+HELPERS = str(Path(__file__).parent / "helpers")
 #: Files that take longest. Those come first, so that no process ends long after the other.
 SLOW_FILES = (
     *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
@@ -75,9 +77,19 @@ def warm_ranks() -> Iterator[None]:
     context = multiprocessing.get_context("forkserver")
     ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
     # What the collected tests call on ranks, with the libraries of which it is made.
-    ours += [path.stem for path in Path(__file__).parent.glob("helpers/*.py") if path.stem in sys.modules] + ["frozen"]
+    ours += [path.stem for path in Path(HELPERS).glob("*.py") if path.stem in sys.modules] + ["frozen"]
     context.set_forkserver_preload(ours)
+    new_process = context.Process
+
+    def start(*arguments: Any, **named: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            # The server of Python 3.11 looks for our helpers here only, and silently goes on without them.
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (HELPERS, os.environ.get("PYTHONPATH")))))
+            forkserver.ensure_running()
+        return new_process(*arguments, **named)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "Process", start)
         patch.setattr(launcher, "get_context", lambda method: context)
         yield
 

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -38,6 +39,10 @@ def told_by(call: Callable[[], Any]) -> str:
     except (RingAttentionError, MemoryError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
+
+
+def has_imported(rank: int, name: str) -> bool:
+    return name in sys.modules
 
 
 def of_first(make: Callable[[], T]) -> T:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import graph_cases
 import pytest
+from rank_pool import has_imported
+
+
+@pytest.mark.multi
+def test_ranks_of_tests_begin_with_all_imports(run_ranks) -> None:  # type: ignore[no-untyped-def]
+    """Else each would import what tests use, for seconds; `frozen` is imported last, and by no test."""
+    assert all(run_ranks(has_imported, 2, "frozen"))
 
 
 @pytest.mark.multi
