@@ -62,7 +62,8 @@ def describe_steps(outside: Sequence[str]) -> str:
 def step_band(outside: Sequence[str]) -> tuple[float, float]:
     """(low, high): factors between which a measured training step lies, relative to the modelled one.
 
-    Both are squared if `outside` names something that the published steps do not cover.
+    They come from published steps (`STEPS`). Both are squared if `outside`, the list of what no published step had, is
+    not empty.
     """
     power = 2 if outside else 1
     return STEPS.low**power, STEPS.high**power

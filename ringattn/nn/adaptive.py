@@ -124,7 +124,7 @@ class AdaptiveAttention(RingAttention):
         sinks: Tensor | None,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What `attend` returns, with A, B and this rank's noise seed given as `query`, `key` and `seed`."""
+        """What `attend` returns, with the scorer's matrices for queries and keys and the noise seed as arguments."""
         q, k, v = cast_inputs(q, k, v)
         causal = is_causal or self.causal
         positions = self._check_and_place(q, k, v, key_padding_mask)  # on real ranks this is also the handshake

@@ -45,8 +45,9 @@ SAVED_BY_EXCHANGE = 5
 class Job:
     """The task of one rank: a plan, the rank's number in it, the kernel, the softmax scale, and options.
 
-    `lse`: the loss may depend on lse, on this rank or another; equal on all ranks. With `cast_grads=False`, gradients
-    keep the dtype in which they were summed. `sinks` [H] are merged into the output, see `softmax.merge_sinks_`.
+    `lse`: whether the loss of any rank may depend on lse; all ranks give the same value. With `cast_grads=False`,
+    gradients keep the dtype in which they were summed. `sinks` [H] are merged into the output, see
+    `softmax.merge_sinks_`.
     """
 
     plan: Plan

@@ -122,7 +122,7 @@ class PassTensors:
         self._tickets: dict[int, Any] = {}
 
     def give(self, numbers: Numbers, tensors: Sequence[Tensor]) -> None:
-        """Set tensors that the caller provides."""
+        """Store `tensors`, which the caller provides, under these numbers."""
         for number, x in zip(numbers, tensors, strict=True):
             self.tensors[number] = x
 

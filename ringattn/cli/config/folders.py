@@ -21,7 +21,7 @@ from .overrides import JSON_KEYS, WRITTEN
 OPTIONS = {
     "-m": "run one job per combination of comma-separated values; simulate runs them as one study",
     "--json": "print only the numbers, as JSON",
-    "--compare OLD NEW": "print the ratios of two results' medians: --compare old.jsonl new.jsonl noise=0.1",
+    "--compare OLD NEW": "print the ratios of two results' medians; noise=0.1 ignores changes below 10 %",
     "--cfg job --resolve": "print the configuration that would run",
     "--config-dir FOLDER": "also read config groups from this folder: FOLDER/pattern/mine.yaml adds pattern=mine",
     "--hydra-help": "options of Hydra, which implements this command line",

@@ -113,7 +113,7 @@ class Calibration:
 
 
 def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]) -> Calibration:
-    """Measure the kernels, merges, links, overlap and passes of this machine, in rounds. Collective.
+    """Measure the kernels, merges, links, overlap and whole forwards and backwards of this machine. Collective.
 
     Numbers that are not measured come from `base`. A single process measures only kernels and merges. `tell` receives a
     text with what is being measured, in each round. Raises InvalidInput, and Unsupported if the kernel cannot compute

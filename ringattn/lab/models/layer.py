@@ -309,7 +309,10 @@ class LayerCosts:
         return self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
-        """How many of `parameters`, which include `layers` whole layers, a rank holds after tp and ep split them."""
+        """The number of parameters that a rank holds, if tp and ep split `parameters` of the model.
+
+        `layers` is the number of whole layers among these parameters: ep splits only their experts.
+        """
         elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 

@@ -306,7 +306,7 @@ class Route(Schedule):
         return builder.steps()
 
     def departures(self, rank: int) -> list[Edge]:
-        """The edges from `rank`."""
+        """All messages that `rank` sends in a pass: its own blocks, and those that it forwards."""
         onward = (e for edge in self.edges_by_owner(rank).values() for e in self.next_edges(edge))
         return [*self.first_edges(rank), *onward]
 

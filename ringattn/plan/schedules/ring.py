@@ -33,7 +33,7 @@ def runs(start: int, length: int, ranks: int) -> tuple[range, ...]:
 
 
 def ranks_beyond(demand: BlockDemand, owner: int, direction: Direction, distance: int) -> tuple[range, ...]:
-    """The ranks, as runs, that lie from `distance` up to the direction's limit away from `owner`."""
+    """Ranges of the ranks that are at least `distance` hops from `owner`, up to the farthest in this direction."""
     length = direction.limit - distance + 1
     start = owner + distance if direction.sign > 0 else owner - direction.limit
     return runs(start, length, demand.layout.ranks)

@@ -205,9 +205,8 @@ def _has_even_shards(plan: Plan) -> bool:
 class MovingRows:
     """Rows of blocks that move on by one rank at every step; a row has `row_bytes` bytes, over all heads.
 
-    Hop h of a block leads from the rank at distance h to the one at distance h + 1 from its owner. In the step in which
-    ranks compute with blocks from distance t, rows make hop t - `lag`; `lag` is 0 or 1, and the first hop is number
-    `lag`.
+    Hop h leads from the rank at distance h from the block's owner to the one at distance h + 1. `lag` is 0 or 1: while
+    ranks compute with the blocks of owners t ranks away, rows make hop t - `lag`; they make no hop before hop `lag`.
     """
 
     lag: int
