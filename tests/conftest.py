@@ -76,6 +76,7 @@ def warm_ranks() -> Iterator[None]:
 
     context = multiprocessing.get_context("forkserver")
     ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
+    ours += ["ringattn.simulator.timing.auto", "ringattn.kernels.aten_cpu"]  # imported by a first call
     # What the collected tests call on ranks, with the libraries of which it is made.
     ours += [path.stem for path in Path(HELPERS).glob("*.py") if path.stem in sys.modules] + ["frozen"]
     context.set_forkserver_preload(ours)
