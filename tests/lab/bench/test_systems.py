@@ -123,7 +123,7 @@ def test_long_inputs_have_no_equal_rows() -> None:
 
 def test_comparison_marks_what_leaves_the_noise_band() -> None:
     def record(**seconds: float) -> dict[str, Any]:
-        columns = {name: {"seconds": [value] * 3} for name, value in seconds.items()}
+        columns = {name: {"seconds": [value] * 3, "median": value} for name, value in seconds.items()}
         return {"cases": [{"case": "x", "columns": columns}]}
 
     old, new = record(a=1.0, b=1.0, c=1.0, d=1.0), record(a=1.09, b=1.11, c=0.9, e=1.0)
