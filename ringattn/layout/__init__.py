@@ -143,7 +143,7 @@ class Layout(Numbered, ABC):
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of positions that each rank owns."""
-        return tuple(sum(map(len, places)) for places in self.all_places)
+        return tuple(map(self.rows, range(self.ranks)))
 
     @cached_property
     def is_cut(self) -> bool:

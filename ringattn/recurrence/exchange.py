@@ -89,7 +89,7 @@ class Ranks:
         tokens = sum(held)
         if not isinstance(layout, Layout):
             layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.place.size)
-        self.layout, planned = layout, [*map(layout.rows, range(layout.ranks))]
+        self.layout, planned = layout, [*layout.lengths]
         if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.place.size)):
             raise Mismatch(
                 f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "

@@ -42,7 +42,8 @@ class Centre:
             if q.is_cpu:
                 self.moves = LARGE < float(largest) * scale < inf
             else:  # without a wait of the host for the device: a key of zeros stands for none
-                large = (largest * scale > LARGE) & (largest * scale < inf)
+                largest = largest * scale
+                large = (largest > LARGE) & (largest < inf)
                 self.key, self.of_queries = (where(large, x, 0.0) for x in (self.key, self.of_queries))
 
     def keys(self, k: Tensor, of: AllRows | RowSet = ALL_ROWS, *, wider: bool = False) -> Tensor:
