@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from threading import RLock, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -90,14 +90,8 @@ def ring_attention(
     message, or with check="deferred", the group can then make no more calls. Raises CommFailure if a rank is missing.
     """
     ring = get_transport(group, mesh, transport)
-    lock, taken = _take(ring)
-    try:
-        with ErrorReport(ring, "call", deferred=ring.defers(options.get("check"))):
-            if taken:
-                raise InvalidInput(
-                    f"thread {current_thread().name!r} calls while another thread is in a call of the same group; make "
-                    "a group for each thread with dist.new_group, in the same order on all ranks"
-                )
+    with one_thread(report := ErrorReport(ring, "call", deferred=ring.defers(options.get("check")))):
+        with report:
             q, k, v = cast_inputs(q, k, v)
             call = compile_call(
                 q, k, v, pattern, layout, options,
@@ -112,18 +106,26 @@ def ring_attention(
         result = runner.run(q, k, v)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
-    finally:
-        lock.release()
     return result
 
 
-def _take(ring: Transport) -> tuple[Any, bool]:
-    """Lock a transport for a call: (the lock, whether this waited for the call of another thread)."""
-    lock = _locks.get(ring) or _locks.setdefault(ring, RLock())
+@contextmanager
+def one_thread(report: ErrorReport) -> Iterator[None]:
+    """A context for the call of one thread: that of another thread waits for it, and then raises under its `report`."""
+    lock = _locks.get(report.transport) or _locks.setdefault(report.transport, RLock())
     taken = not lock.acquire(blocking=False)
     if taken:
         lock.acquire()
-    return lock, taken
+    try:
+        if taken:
+            with report:
+                raise InvalidInput(
+                    f"thread {current_thread().name!r} calls while another thread is in a call of the same group; make "
+                    "a group for each thread with dist.new_group, in the same order on all ranks"
+                )
+        yield
+    finally:
+        lock.release()
 
 
 def positions(

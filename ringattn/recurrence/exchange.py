@@ -6,18 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypedDict
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ..call.functional import find_ranks, run_programs
 from ..call.handshake import agree_backward, spell_layout
 from ..dtypes import dtype_name
-from ..errors import InvalidInput, Mismatch
-from ..layout.regular import Layout, make_layout, name_rows
+from ..errors import InvalidInput, Mismatch, RingAttentionError
+from ..layout.regular import Layout, check_layout, make_layout, name_rows
 from ..pattern.documents import Documents
 from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait
-from ..transport.records import ErrorReport, Exchange, compare_records, digest
+from ..transport.records import ErrorReport, Exchange, compare, compare_records, digest
 from ..transport.virtual import VirtualRanks
 from .runs import RunPart, RunPlan, list_runs
 
@@ -26,16 +28,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    class Where(TypedDict, total=False):
-        """The keyword arguments that choose the ranks of a call: at most one of them may be given.
 
-        They are a group, a mesh, a transport, or a number of virtual ranks in this process.
-        """
+class Where(TypedDict, total=False):
+    """The keyword arguments that choose the ranks of a call: at most one of them may be given.
 
-        group: ProcessGroup | DeviceMesh | None
-        mesh: DeviceMesh | None
-        transport: Transport | None
-        ranks: int | None
+    They are a group, a mesh, a transport, or a number of virtual ranks in this process.
+    """
+
+    group: ProcessGroup | DeviceMesh | None
+    mesh: DeviceMesh | None
+    transport: Transport | None
+    ranks: int | None
 
 
 #: What the ranks of this process have received, by (rank, source).
@@ -50,47 +53,57 @@ class Ranks:
 
     layout: Layout
 
-    def __init__(self, **where: Unpack[Where]) -> None:
+    def __init__(self, layer: str, **where: Unpack[Where]) -> None:
+        self.layer = layer
         self.place, self.local = find_ranks(**where)
         self.transport = None if isinstance(self.place, VirtualRanks) else self.place
+        #: Tells the other ranks what this rank raises: first in place of its arguments, and after those at once.
+        self.report = None if self.transport is None else ErrorReport(self.transport, layer, once=True)
         self.number = 0
 
     def agree(
-        self, layer: str, layout: str | Layout, documents: Documents | None,
-        tensors: Mapping[str, tuple[Tensor | None, str]], **facts: object,
+        self, layout: str | Layout, documents: Documents | None, tensors: Mapping[str, tuple[Tensor | None, str]],
+        **facts: object,
     ) -> dict[str, int]:  # fmt: skip
         """The sizes by dim name, after ranks have compared their arguments; also sets `self.layout`. Collective.
 
         `tensors` are given with the names of their dims, such as "B n H K"; n is the dim that is sharded. Raises
         InvalidInput, Unsupported or Mismatch on every rank.
         """
-        given, sizes = {name: x for name, (x, _) in tensors.items() if x is not None}, dict[str, int]()
-        exchange = None if self.transport is None else Exchange(self.transport, layer)
-        with exchange or nullcontext():
-            for name, x in given.items():
-                _measure(name, x, tensors[name][1], sizes)
-            if documents is not None and not isinstance(documents, Documents):
-                raise InvalidInput(f"documents={documents!r:.60}: give Documents, such as Documents([4, 5])")
-            if exchange is not None:
-                exchange.transport.check(next(iter(given.values())).device)
-                record = {
-                    "tensors": _spell(given, tensors),
-                    "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
-                    "documents": documents and digest(repr(documents).encode()).hex(),
-                    **{name: str(value)[:200] for name, value in facts.items()},
-                    "layout": spell_layout(layout),
-                    "rows": sizes["n"],
-                }
-                exchange.mine = json.dumps(record).encode()
+        given, sizes = dict[str, Tensor](), dict[str, int]()
+        for name, (x, dims) in tensors.items():
+            if x is not None or name not in ("bias", "initial_state", "padding"):
+                given[name] = _measure(name, x, dims, sizes)
+        if documents is not None and not isinstance(documents, Documents):
+            raise InvalidInput(f"documents={documents!r:.60}: give Documents, such as Documents([4, 5])")
+        check_layout(layout, "layout")
         held = [sizes["n"]]
-        if exchange is not None:
-            self.number = exchange.transport.events << TAG_BITS
-            held = [fields["rows"] for fields in compare_records(exchange.records)]
+        if self.transport is not None and self.report is not None:
+            self.transport.check(device := next(iter(given.values())).device)
+            record = {
+                "tensors": _spell(given, tensors),
+                "device": device.type,
+                "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in given.values()),
+                "documents": documents and digest(repr(documents).encode()).hex(),
+                **{name: str(value)[:200] for name, value in facts.items()},
+                "layout": spell_layout(layout),
+                "rows": [sizes["n"], None if isinstance(layout, str) else [layout.tokens, layout.ranks, layout.digest]],
+            }
+            mine = json.dumps(record).encode()
+            # All ranks raise alike what is wrong with the arguments of all.
+            self.report.deferred, self.report.common = True, (RingAttentionError, _StopRecomputationError)
+            with Exchange(self.transport, self.layer) as exchange:
+                exchange.mine = mine
+            self.number = self.transport.events << TAG_BITS
+            rows = [fields["rows"] for fields in compare_records(exchange.records)]
+            held = [count for count, _ in rows]
+            made = [str(given or [sum(held), self.place.size, ""]) for _, given in rows]
+            compare({rank: {"tokens, ranks and partition of the layout": x} for rank, x in enumerate(made)})
         tokens = sum(held)
         if not isinstance(layout, Layout):
             layout = make_layout(name_rows(layout, held), tokens=tokens, ranks=self.place.size)
         self.layout, planned = layout, [*layout.lengths]
-        if planned != held and (exchange is not None or (layout.tokens, layout.ranks) != (tokens, self.place.size)):
+        if planned != held and (self.transport or (layout.tokens, layout.ranks) != (tokens, self.place.size)):
             raise Mismatch(
                 f"the shards do not fit the layout {layout.name} of {layout.tokens:,} tokens over {layout.ranks} "
                 f"ranks: they hold {held} rows, the layout gives {planned}; shard with its method shard_tensor(x, rank)"
@@ -136,14 +149,14 @@ class Ranks:
             theirs = [(part, x) for part, x in sends.items() if part.sender == rank != part.receiver]
             mine = [part for part in receives if part.receiver == rank != part.sender]
             programs.append(_exchange(theirs, mine, like, tag, what))
-        with nullcontext() if self.transport is None else ErrorReport(self.transport, "call", deferred=True):
+        with self.report or nullcontext():
             results = run_programs(programs, self.place)
         got = {part: x for result in results for part, x in result.items()}
         return [sends[part].clone() if part.sender == part.receiver else got[part] for part in receives]
 
 
-def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
-    """Add the sizes of x to `sizes`. Raises InvalidInput for another number of dims, other sizes, or another dtype."""
+def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> Tensor:
+    """Add the sizes of x to `sizes`; returns x. Raises InvalidInput for another number of dims, size, or dtype."""
     names = dims.split()
     if not isinstance(x, Tensor) or x.ndim != len(names) or x.is_floating_point() == (name == "padding"):
         kind = f"{dtype_name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -157,6 +170,7 @@ def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> None:
             )
         if not size and dim not in ("n", "before"):
             raise InvalidInput(f"{name} {tuple(x.shape)} is read as [{dims}], but {dim} is 0; only n (tokens) may be 0")
+    return x
 
 
 def _spell(given: Mapping[str, Tensor], tensors: Mapping[str, tuple[Tensor | None, str]]) -> str:
@@ -230,13 +244,17 @@ class Open(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.unused = unused
+    def forward(ctx: Any, ranks: Ranks, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.ranks, ctx.unused = ranks, unused
+        if ranks.report is not None:  # messages begin: the other ranks do not raise alike what this rank raises
+            ranks.report.common = (_StopRecomputationError,)
         return x.view_as(x), x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(None if x is None or not x.requires_grad else torch.zeros_like(x) for x in ctx.unused)
+        if ctx.ranks.transport is not None:
+            ctx.ranks.watch.detach()  # the last exchange has ended
+        return None, grad, *(None if x is None or not x.requires_grad else torch.zeros_like(x) for x in ctx.unused)
 
 
 class Close(torch.autograd.Function):
@@ -252,6 +270,12 @@ class Close(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if ctx.ranks.transport is not None:
-            agree_backward(ctx.ranks.transport, ctx.ranks.number, deferred=False)
+        if (ring := ctx.ranks.transport) is not None:
+            with ErrorReport(ring, "backward", deferred=True, common=(RingAttentionError,)):
+                agree_backward(ring, ctx.ranks.number, deferred=False)
+            # Where a node that is not ours raises, torch drops its callbacks: the others are told unless `Open` ended.
+            end = lambda: ctx.ranks.watch.detach()  # noqa: E731
+            why = f"an exception has ended its backward of {ctx.ranks.layer}. Look at that rank's own traceback"
+            ctx.ranks.watch = finalize(end, ring.fail, why)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return None, torch.zeros_like(ctx.token), *grads

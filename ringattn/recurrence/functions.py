@@ -39,7 +39,7 @@ Result = tuple[Tensor, Tensor | None]
 def find(name: str, x: Tensor) -> Callable[..., Result]:
     """The function `name` for tensors like x: that of an installed library if x is on a GPU, else plain torch."""
     module, function = LIBRARIES[name]
-    if x.is_cuda and find_spec(module.partition(".")[0]) is not None:
+    if getattr(x, "is_cuda", False) and find_spec(module.partition(".")[0]) is not None:
         found = getattr(import_module(module), function)
         return _ssd_by_pieces(found) if name == "ssd" else found
     return {"ssd": ssd}.get(name, gated_delta_rule)

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ..call.functional import one_thread
 from ..errors import InvalidInput
 from ..kernels.base import wide
 from ..layout.regular import Layout
 from ..machine.presets import get_machine
 from ..pattern.documents import Documents
 from . import functions
-from .exchange import Close, Open, Ranks
+from .exchange import Close, Open, Ranks, Where
 from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_rows, plan_states
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .exchange import Where
 
 #: A rank's flat inputs, each [1, rows, ...].
 Rows = tuple[Tensor, ...]
@@ -38,9 +38,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _eager(layer: Callable[P, T]) -> Callable[P, T]:
-    """The layer, which torch.compile calls as it is: its exchanges follow each other on the host."""
-    return cast("Callable[P, T]", torch.compiler.disable(layer))
+def _collective(layer: Callable[P, T]) -> Callable[P, T]:
+    """The layer as one call of all ranks, which are told what it raises. torch.compile calls it as it is."""
+
+    @wraps(layer)
+    def call(*args: Any, **options: Any) -> T:
+        where = {name: options.pop(name) for name in Where.__annotations__.keys() & options}
+        options["ranks"] = ranks = Ranks(layer.__name__, **where)
+        if ranks.report is None:
+            return layer(*args, **options)
+        with one_thread(ranks.report), ranks.report:
+            return layer(*args, **options)
+
+    return cast("Callable[P, T]", torch.compiler.disable(call))
+
+
+def _joined(*, group: Any = None, mesh: Any = None, transport: Any = None, ranks: Any = None) -> Ranks:
+    """The ranks that `_collective` gives to a layer in place of its arguments `where`."""
+    return cast("Ranks", ranks)
 
 
 def _cu_seqlens(pieces: Sequence[Piece]) -> list[int]:
@@ -74,7 +89,7 @@ class _Scan:
     def run(self, final: bool, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output [B, n, *out], state after the sequence [B, *state] or None); every rank gets the whole state."""
         ranks, (first, *others) = self.ranks, self.tensors.values()
-        opened, token = Open.apply(first, self.initial, *parameters, *([] if first.numel() else others))
+        opened, token = Open.apply(ranks, first, self.initial, *parameters, *([] if first.numel() else others))
         shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
         rows = {r: tuple(x.reshape(1, -1, *x.shape[2:]) for x in xs) for r, xs in zip(ranks.local, shards, strict=True)}
         before, token = self.exchange(rows, token)
@@ -177,7 +192,7 @@ class _Scan:
         return a.view(self.batch, *self.decay), b.view(self.batch, *self.state)
 
 
-@_eager
+@_collective
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, layout: str | Layout,
     documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
@@ -204,13 +219,15 @@ def gated_delta_rule(
         process: tensors then hold the rows of all ranks in natural order.
 
     Returns (o [B, n, HV, V] in the dtype of v, state after the last token [B, HV, K, V] on every rank, or None). States
-    are fp32, or fp64 for fp64 inputs. Raises InvalidInput, Unsupported or Mismatch on every rank.
+    are fp32, or fp64 for fp64 inputs. Raises InvalidInput, Unsupported or Mismatch on every rank before the first
+    message. Any other exception on one rank, in the backward too, raises Mismatch on the other ranks; after the first
+    message the group can then make no more calls.
     """
-    ranks, tensors = Ranks(**where), {"v": v, "q": q, "k": k, "g": g, "beta": beta}
-    decays = "B n HV K" if g.ndim == 4 else "B n HV"
+    ranks, tensors = _joined(**where), {"v": v, "q": q, "k": k, "g": g, "beta": beta}
+    decays = "B n HV K" if getattr(g, "ndim", 3) == 4 else "B n HV"
     dims = {"v": "B n HV V", "q": "B n H K", "k": "B n H K", "g": decays, "beta": "B n HV"}
     size = ranks.agree(
-        "gated_delta_rule", layout, documents,
+        layout, documents,
         {**{name: (x, dims[name]) for name, x in tensors.items()}, **_rest(initial_state, "HV K V", padding)},
         scale=scale, function=_name(function), output_final_state=output_final_state,
     )  # fmt: skip
@@ -244,7 +261,7 @@ def gated_delta_rule(
     return scan.run(output_final_state)
 
 
-@_eager
+@_collective
 def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, layout: str | Layout,
     documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
@@ -265,13 +282,12 @@ def ssd(
     dims = {"x": "B n H P", "dt": "B n H", "B": "B n G N", "C": "B n G N"}
     compute = function or functions.find("ssd", x)
     return _mamba(
-        "ssd", (x, dt, B, C), A, dims, ("H", "H P N", ("H", "", ""), "H P"), compute,
+        _joined(**where), (x, dt, B, C), A, dims, ("H", "H P N", ("H", "", ""), "H P"), compute,
         lambda dt: (dt * A)[..., None, None], layout, documents, padding, initial_state, output_final_state, function,
-        where,
     )  # fmt: skip
 
 
-@_eager
+@_collective
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, layout: str | Layout,
     documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
@@ -292,20 +308,20 @@ def selective_scan(
     dims = {"x": "B n D", "dt": "B n D", "B": "B n N", "C": "B n N"}
     compute = function or functions.selective_scan
     return _mamba(
-        "selective_scan", (x, dt, B, C), A, dims, ("D N", "D N", ("D", "N"), "D"), compute,
-        lambda dt: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function, where,
+        _joined(**where), (x, dt, B, C), A, dims, ("D N", "D N", ("D", "N"), "D"), compute,
+        lambda dt: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function,
     )  # fmt: skip
 
 
 def _mamba(
-    layer: str, given: Rows, A: Tensor, dims: dict[str, str], shapes: tuple[str, str, Sequence[str], str],
+    ranks: Ranks, given: Rows, A: Tensor, dims: dict[str, str], shapes: tuple[str, str, Sequence[str], str],
     compute: Compute, decays: Callable[[Tensor], Tensor], layout: str | Layout, documents: Documents | None,
-    padding: Tensor | None, initial_state: Tensor | None, final: bool, function: Compute | None, where: Any,
+    padding: Tensor | None, initial_state: Tensor | None, final: bool, function: Compute | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A recurrence with A(run) = exp of the sum of decays(dt) [1, rows, *decay]; `shapes`: of A, state, decay, out."""
-    ranks, tensors = Ranks(**where), dict(zip(dims, given, strict=True))
+    tensors = dict(zip(dims, given, strict=True))
     size = {"": 1} | ranks.agree(
-        layer, layout, documents,
+        layout, documents,
         {**{name: (x, dims[name]) for name, x in tensors.items()}, "A": (A, shapes[0]),
          **_rest(initial_state, shapes[1], padding)},
         function=_name(function), output_final_state=final,
@@ -334,7 +350,7 @@ def _mamba(
     return _Scan(ranks, tensors, documents, initial_state, state, decay, out, run, maps).run(final, A)
 
 
-@_eager
+@_collective
 def affine_scan(
     a: Tensor, b: Tensor, *, layout: str | Layout, matrix: bool = False, documents: Documents | None = None,
     padding: Tensor | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
@@ -348,11 +364,11 @@ def affine_scan(
     The other arguments and the errors are those of `gated_delta_rule`. Returns (states [B, n, ...], the last state
     [B, ...] or None).
     """
-    inner = [f"d{dim}" for dim in range(b.ndim - 2)]
-    fits = [*inner[:-1], *inner[-2:-1]] if matrix else [f"a{dim}" for dim in range(b.ndim - 2)]
-    ranks = Ranks(**where)
+    inner = [f"d{dim}" for dim in range(getattr(b, "ndim", 2) - 2)]
+    fits = [*inner[:-1], *inner[-2:-1]] if matrix else [f"a{dim}" for dim in range(getattr(b, "ndim", 2) - 2)]
+    ranks = _joined(**where)
     size = ranks.agree(
-        "affine_scan", layout, documents,
+        layout, documents,
         {"b": (b, " ".join(["B n", *inner])), "a": (a, " ".join(["B n", *fits])),
          **_rest(initial_state, " ".join(inner), padding)},
         matrix=matrix, output_final_state=output_final_state,
@@ -378,7 +394,7 @@ def affine_scan(
     return scan.run(output_final_state)
 
 
-@_eager
+@_collective
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layout: str | Layout, activation: str | None = None,
     documents: Documents | None = None, padding: Tensor | None = None, initial_state: Tensor | None = None,
@@ -393,9 +409,9 @@ def causal_conv1d(
     The other arguments and the errors are those of `gated_delta_rule`. Returns (out [B, C, n], the last K - 1 inputs of
     the sequence [B, C, K - 1] on every rank, or None).
     """
-    ranks = Ranks(**where)
+    ranks = _joined(**where)
     size = ranks.agree(
-        "causal_conv1d", layout, documents,
+        layout, documents,
         {"x": (x, "B C n"), "weight": (weight, "C K"), "bias": (bias, "C"),
          **_rest(initial_state, "C before", padding)},
         activation=activation, output_final_state=output_final_state,
@@ -409,7 +425,7 @@ def causal_conv1d(
         raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)
     layout, width, batch, channels = ranks.layout, size["K"] - 1, size["B"], size["C"]
-    opened, token = Open.apply(x, weight, bias, initial_state)
+    opened, token = Open.apply(ranks, x, weight, bias, initial_state)
     rows = {r: y.transpose(1, 2).contiguous() for r, y in zip(ranks.local, ranks.shard(opened, 2), strict=True)}
     initial = (
         x.new_zeros(batch, width, channels) if initial_state is None else initial_state.transpose(1, 2).to(x.dtype)

@@ -56,13 +56,11 @@ class ErrorReport:
     would take the report for their next call.
     """
 
-    #: Whether an error is reported only if no exchange has reported it before.
-    once = False
-
     def __init__(
-        self, transport: Transport, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = ()
-    ) -> None:
-        self.transport, self.stage, self.deferred, self.common = transport, stage, deferred, common
+        self, transport: Transport, stage: str, *, deferred: bool = False, common: tuple[type[Exception], ...] = (),
+        once: bool = False,
+    ) -> None:  # fmt: skip
+        self.transport, self.stage, self.deferred, self.common, self.once = transport, stage, deferred, common, once
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +98,7 @@ class Exchange(ErrorReport):
     """
 
     def __init__(self, transport: Transport, stage: str, limit: int | None = None, *, once: bool = False) -> None:
-        super().__init__(transport, stage)
-        self.once = once
+        super().__init__(transport, stage, once=once)
         self.limit, self.mine = limit, b""
         self.records: list[bytes] = []
 

@@ -133,4 +133,4 @@ def test_layouts_of_other_positions_are_refused() -> None:
     with pytest.raises(ra.InvalidInput, match="ranks=2 asks for virtual ranks"):
         ra.affine_scan(x, x, layout="zigzag", ranks=2, group=object())
     with pytest.raises(TypeError, match="size"):
-        ra.affine_scan(x, x, layout="zigzag", size=2)
+        ra.affine_scan(x, x, layout="zigzag", ranks=2, size=2)
