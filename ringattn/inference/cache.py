@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..call.arguments import cast_inputs, check_option_names, computing
 from ..call.compile import CompiledCall, compile_call
 from ..call.functional import find_ranks, ring_attention, run_programs, virtual_attention
 from ..call.handshake import LIMIT
-from ..errors import InvalidInput, Unsupported
+from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels.base import as_dtype, wide
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
@@ -61,6 +62,8 @@ class NewTokens:
     layout: Layout | None
     todo: set[int]
     number: int
+    #: The first layer's call of a step whose later layers ranks can decline, see `_decline`; else None.
+    call: CompiledCall | None
 
 
 class KVCache:
@@ -264,8 +267,7 @@ class KVCache:
         differs, every rank raises Mismatch.
         """
         opens = self._event is None
-        # In later layers the other ranks are in the handshake of `ring_attention`, which receives the error.
-        with self._report("prefill" if opens else "call", deferred=False, check=options.get("check")):
+        with self._refusing("prefill", layer, options.get("check")):
             if self._chunk is None and self._ring is None and opens:
                 self.shard(q.shape[2])
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
@@ -331,10 +333,10 @@ class KVCache:
         first layer.
 
         If the caches or steps of the ranks differ, every rank raises Mismatch. Raises CommFailure if a rank has ended,
-        InvalidInput and Unsupported.
+        InvalidInput and Unsupported. After an error in the checks of a call, call the layer again. In later layers
+        than the first, such an error ends the group's calls with check="deferred", on CUDA, or in a layer with copies.
         """
-        opens = self._event is None
-        with self._report("step", deferred=not opens, check=options.get("check")):
+        with self._refusing("step", layer, options.get("check")):
             check_option_names(options, STEP_OPTIONS)
             q, k, v, call = self._read(layer, q, k, v, sinks, options)
             if not call.rows:
@@ -372,6 +374,7 @@ class KVCache:
     ) -> Program[tuple[Tensor, Tensor]]:  # fmt: skip
         """A rank's part of a step."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
+        held = store.blocks[-1].count
         for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
             for run in shard:
                 first, stop = run.start - event.new.start, run.stop - event.new.start
@@ -381,6 +384,14 @@ class KVCache:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
             label = f"step of layer {layer}, partials"
             out, lse = yield from merge_ranks(rank, self.transport.size, out, lse, merge, tags, label)
+            if event.call is not None and self._ring is not None and lse.isnan().any():
+                try:
+                    with Exchange(self._ring, "step"):  # perhaps a rank declines
+                        pass
+                except Mismatch:
+                    store.blocks[-1].keep((range(held),) if held else (), self.page)
+                    event.todo.add(layer)
+                    raise
         store.trim(holdings.kept, rank)
         return out, lse
 
@@ -472,7 +483,9 @@ class KVCache:
             needed = self._slotted[pattern].find_needed(self._shifts, floor, last, new.stop) if due else None
             self._holdings[pattern].begin(shards, needed, floor, self.page, prompt=kind == "prefill")
         self.length, self._chunk = new.stop, None
-        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number)
+        ring = self._ring if kind == "step" and call.device.type == "cpu" else None
+        first_call = None if ring is None or ring.defers(call.options.check) else call
+        self._event = NewTokens(kind, new, shards, layout, set(range(len(self.patterns))), number, first_call)
         return self._event
 
     def _check_event(self, kind: str, layer: int | None = None, tokens: int | None = None) -> None:
@@ -527,7 +540,31 @@ class KVCache:
         """A context that reports an exception to the other ranks."""
         if self._ring is None:
             return nullcontext()
-        return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check))
+        return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check), once=True)
+
+    def _refusing(self, kind: str, layer: int, check: str | None) -> AbstractContextManager[Any]:
+        """A context for the checks of a call: all ranks are told why this one refuses it, before its first message."""
+        event = self._event
+        if event is None or event.kind == "prefill":  # the others are in the handshake of the cache or of attention
+            return self._report("call" if event else kind, deferred=False, check=check)
+        layer = next((x for x in event.todo if x == layer), min(event.todo, default=0))
+        if event.call is None or self._holdings[self.patterns[layer]].copies:
+            return self._report(kind, deferred=True)
+        stack = ExitStack()
+        stack.enter_context(self._report(kind, deferred=False))
+        stack.push(partial(self._decline, event, layer, event.call))
+        return stack
+
+    def _decline(self, event: NewTokens, layer: int, call: CompiledCall, *raised: object) -> None:
+        """After an error, send NaN in the messages of a layer: ranks that get NaN exchange records, with the error."""
+        if raised[1] is not None:
+            held, sizes = self._stores[0][layer].like, call.sizes
+            shape = sizes["batch"], sizes["heads"], len(event.new), held[1].shape[3] if held else sizes["value_dim"]
+            out = torch.full(shape, torch.nan, dtype=wide(getattr(torch, sizes["dtype"])), device=call.device)
+            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
+            merged = self._ranks[0], self.transport.size, out, out[..., 0], self._choose_merge(call), tags, "declined"
+            with self._report("step", deferred=True):
+                run_programs([merge_ranks(*merged)], self.transport)
 
     def _layers(self, pattern: Pattern) -> list[int]:
         return [layer for layer, of_layer in enumerate(self.patterns) if of_layer == pattern]

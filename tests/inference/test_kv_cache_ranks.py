@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generations import deferred_steps, equals_virtual, faults_on_every_rank, rank_is_lost, step_counts
+from recurrence_faults import REFUSALS, check_refusals, run_refusals
 
 import ringattn as ra
 from ringattn.errors import LaunchFailure
@@ -64,6 +65,10 @@ def test_what_differs_is_an_error_on_every_rank(run_ranks: Ranks) -> None:
     for (others, last), *texts in zip(wanted, *told, strict=True):
         for text, pattern in zip(texts, (others, others, last), strict=True):
             assert re.match(pattern, text, re.DOTALL), (pattern, text)
+
+
+def test_a_step_that_is_refused_in_a_later_layer_is_repeated(run_ranks: Ranks) -> None:
+    assert check_refusals(run_ranks(run_refusals, 3, list(range(2 * len(REFUSALS))))) == 2 * len(REFUSALS)
 
 
 @pytest.mark.parametrize("how", ["dies", "parts"])
