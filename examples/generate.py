@@ -51,11 +51,14 @@ def main() -> None:
     model = parallelize(model.eval(), layout="zigzag")
     past, told = RingCache(model), torch.empty(1, 0, dtype=torch.long, device=model.device)
     while True:
-        line = [sys.stdin.readline() if rank == 0 else ""]  # only rank 0 has standard input
-        dist.broadcast_object_list(line)
-        if not line[0]:
+        line = sys.stdin.readline() if rank == 0 else ""  # only rank 0 has standard input
+        prompt = torch.tensor([words.encode(line) if line else []], dtype=torch.long, device=model.device)
+        length = torch.tensor(prompt.shape[1], device=model.device)
+        dist.broadcast(length, 0)
+        if not length:
             break
-        prompt = torch.tensor([words.encode(line[0])], device=model.device)
+        prompt = prompt.resize_(1, int(length))
+        dist.broadcast(prompt, 0)
         told = torch.cat([told, prompt], 1)
         before = told.shape[1]
         told = model.generate(told, max_new_tokens=options.tokens, past_key_values=past)

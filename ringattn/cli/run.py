@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ..files import STDOUT
 from ..plan.plan import Plan
 from ..transport.base import Message, Post, Transport
 from ..transport.launcher import detect
-from ..transport.records import Exchange
+from ..transport.records import Exchange, exchange_values
 from .config.schema import RunConfig
 from .inputs import InputSource, open_source, read_shard
 from .ranks import check_ranks, rank_device, start_ranks
@@ -119,7 +118,7 @@ class RankRun(Run):
         return out, lse
 
     def barrier(self) -> None:
-        self._exchange("barrier", b"")
+        exchange_values(self.transport, "barrier", None)
 
     def count_bytes(self, *, backward: bool) -> int:
         sent = self.transport.counters.sent_bytes
@@ -127,14 +126,14 @@ class RankRun(Run):
         return sent
 
     def collect(self, measurements: RankMeasurements) -> list[RankMeasurements]:
-        return [pickle.loads(record) for record in self._exchange("measurements", pickle.dumps(measurements))]
+        return exchange_values(self.transport, "measurements", measurements, RankMeasurements)
 
     def positions(self) -> np.ndarray:
         return self.plan.layout.positions(self.rank)
 
     def reduce(self, x: torch.Tensor, top: bool) -> None:
-        records = self._exchange("oracle", x.numpy().tobytes())
-        parts = [torch.frombuffer(bytearray(record), dtype=x.dtype) for record in records]
+        records = exchange_values(self.transport, "oracle", x.numpy().tobytes(), bytearray)
+        parts = [torch.frombuffer(record, dtype=x.dtype) for record in records]
         stacked = torch.stack(parts).view(self.ranks, *x.shape)
         x.copy_(stacked.amax(0) if top else stacked.sum(0))
 
@@ -155,12 +154,6 @@ class RankRun(Run):
         with Exchange(self.transport, "output"):
             if self.rank == 0:
                 save_output(path, sequences[0], sequences[1].squeeze(-1))
-
-    def _exchange(self, stage: str, record: bytes) -> list[bytes]:
-        """Exchange `record`; returns the records of all ranks, in rank order."""
-        with Exchange(self.transport, stage) as exchange:
-            exchange.mine = record
-        return exchange.records
 
     def _transfer(self, x: torch.Tensor, peer: int, *, send: bool) -> None:
         """Send a contiguous tensor to another rank, or receive it in place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from statistics import median
@@ -20,7 +19,7 @@ from ..simulator.reporting.console import Number, print_numbers, show_progress
 from ..text import duration, plural, rate, size
 from ..transport.base import Transport
 from ..transport.launcher import progress_stream
-from ..transport.records import Exchange
+from ..transport.records import exchange_values
 from .config.schema import RunConfig, parse_size
 from .inputs import NAMES, InputSource, open_source
 from .ranks import rank_device
@@ -84,7 +83,7 @@ class DecodeRun:
                 outs.append(out.cpu())
                 tell(cache.length, total, "tokens")
         mine_counted = [[x.sent_messages // self.new, x.sent_bytes // self.new] for x in counters]
-        told = self._tell_all({"counted": mine_counted, "nbytes": cache.nbytes})
+        told = exchange_values(self.transport, "decode", {"counted": mine_counted, "nbytes": cache.nbytes})
         if not first_rank:
             return None
         record = {
@@ -112,20 +111,12 @@ class DecodeRun:
 
     def _time(self, call: Any) -> tuple[float, torch.Tensor]:
         """(seconds, result) of a call, timed after all processes have met."""
-        self._tell_all({})
+        exchange_values(self.transport, "decode", None)
         start = time.perf_counter()
         out = call()
         if out.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start, out
-
-    def _tell_all(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """The records of all processes, in rank order; `mine` is this one's."""
-        if self.transport is None:
-            return [mine]
-        with Exchange(self.transport, "decode") as exchange:
-            exchange.mine = json.dumps(mine).encode()
-        return [json.loads(record) for record in exchange.records]
 
     def _error(self, out: torch.Tensor, source: InputSource) -> float | None:
         """The largest error of the last new tokens, relative to the largest oracle output; None if sample=0."""

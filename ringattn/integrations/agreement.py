@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
-from ..transport.records import ErrorReport
+from ..transport.records import ErrorReport, exchange_values
 from .batches import POSITIONS, cut_batch, shard_batch
 from .encoder_decoder import CROSS, find_tables
 from .generation import STATE, layer_windows
@@ -66,7 +66,8 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     if ring is None:
         raise InvalidInput("this model is not parallelized; call parallelize(model, group, layout=...) first")
     group, first = ring.place.group, max(tokens * 2 // 3, 1)
-    with ErrorReport(get_transport(group), POSITIONS):
+    transport = get_transport(group)
+    with ErrorReport(transport, POSITIONS):
         if tokens < 3:
             raise InvalidInput(f"check: tokens={tokens} is too few for two documents; try tokens=64")
         if first <= long:
@@ -113,9 +114,8 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     dtypes = {x.dtype for x in (right, *model.parameters()) if x.is_floating_point()}  # bf16 Mamba has fp32 logits
     bound = 256 * max(2**-23, *(torch.finfo(dtype).eps for dtype in dtypes))  # fp64 models have softmax in fp32
     result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
-    worst: list[float] = [0.0] * dist.get_world_size(group)
-    dist.all_gather_object(worst, max(result.logits, result.gradients), group=group)
-    if not max(worst) <= bound:
+    worst = exchange_values(transport, "check", max(result.logits, result.gradients), float)
+    if not all(one <= bound for one in worst):
         raise Mismatch(
             "the parallelized model does not compute what it computed before with eager attention; do not train it: "
             f"relative to the largest value, logits differ by {result.logits:.2g} and gradients by "

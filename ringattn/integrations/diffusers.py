@@ -34,7 +34,7 @@ from ..errors import InvalidInput, Unsupported
 from ..layout.regular import ROWS
 from ..pattern import Full
 from ..train import SumOverRanks
-from ..transport.records import Exchange
+from ..transport.records import exchange_values
 from . import check_release
 from .ranks import compare_inputs
 
@@ -158,9 +158,8 @@ def _gather(dims: list[int | None], group: ProcessGroup, module: Any, inputs: An
     for i, dim in enumerate(dims):
         if dim is not None:
             rows, shape = outputs[i].shape[dim], [*outputs[i].shape]
-            with Exchange(get_transport(group), "rows of an output") as ranks:
-                ranks.mine = str(rows).encode()
-            *_, shape[dim] = ends = [*accumulate(map(int, ranks.records))]
+            lengths = exchange_values(get_transport(group), "rows of an output", rows, int)
+            *_, shape[dim] = ends = [*accumulate(lengths)]
             end = ends[dist.get_rank(group)]
             whole = outputs[i].new_zeros(shape).slice_scatter(outputs[i], dim, end - rows, end)
             outputs[i] = SumOverRanks.apply(whole, group)

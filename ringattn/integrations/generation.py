@@ -402,7 +402,9 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """
     ring = getattr(model, STATE)
     transport = get_transport(ring.place.group)
-    with Exchange(transport, "generate", 0):
+    numbers: Any = torch if model.device.type == "cpu" else getattr(torch, model.device.type)
+    with Exchange(transport, "generate") as begun:
+        begun.mine = numbers.get_rng_state().numpy().tobytes()
         past = find_cache(kwargs)
         if model.config.is_encoder_decoder:
             raise Unsupported("generate: encoder-decoder models are not supported; call unparallelize(model) first")
@@ -431,11 +433,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if settings.cache_implementation is not None:
             kwargs["cache_implementation"] = None
     with Exchange(transport, END, once=True) as ended:
-        kind = model.device.type
-        numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
-        state = [numbers.get_rng_state()]
-        dist.broadcast_object_list(state, group=ring.place.group, group_src=0)
-        numbers.set_rng_state(state[0])  # rank 0's state: all ranks sample the same tokens
+        # Rank 0's state: all ranks sample the same tokens.
+        numbers.set_rng_state(torch.frombuffer(bytearray(begun.records[0]), dtype=torch.uint8))
         ring.call.past = past
         try:
             result = type(model).generate(model, *args, **kwargs)

@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+from msgspec import msgpack
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from ..call.functional import get_transport
 from ..errors import InvalidInput, Unsupported
+from ..transport.records import Exchange, exchange_values
 from . import check_release
 from .generation import STATE
 from .transformers import parallelize
@@ -41,7 +45,8 @@ if TYPE_CHECKING:
 class Broadcast(IterableDataset[Any]):
     """A stream of examples for all ranks, of which only rank 0 reads the data.
 
-    Iterating is collective, so the DataLoader must have num_workers=0.
+    Iterating is collective, so the DataLoader must have num_workers=0. Examples are numbers, text, tensors, and lists
+    and dicts of these; tuples arrive as lists, and arrays as tensors.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -55,11 +60,13 @@ class Broadcast(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         source = iter(self.stream) if dist.get_rank() == 0 else iter(())
         while True:
-            found = [list(islice(source, 1))]
-            dist.broadcast_object_list(found, 0)
-            if not found[0]:
+            with Exchange(get_transport(), "example of a stream") as exchange:
+                pack = lambda x: msgpack.Ext(0, save({"x": torch.as_tensor(x).contiguous()}))  # noqa: E731
+                exchange.mine = msgpack.encode([*islice(source, 1)], enc_hook=pack)
+            found = msgpack.decode(exchange.records[0], ext_hook=lambda _, data: load(bytes(data))["x"])
+            if not found:
                 return
-            yield found[0][0]
+            yield found[0]
 
 
 class RingAccelerator(Accelerator):  # type: ignore[misc]
@@ -175,11 +182,10 @@ class RingMixin:
             if model is not None:
                 bare = self.accelerator.unwrap_model(model)
                 parallelize(bare, mesh["cp"], layout=layout, whole=True, **(ring or {}))
-        states: list[Any] = [None] * dist.get_world_size()
         for kind in dict.fromkeys(("cpu", self.accelerator.device.type)):  # TRL seeds every rank differently
             numbers: Any = torch if kind == "cpu" else getattr(torch, kind)
-            dist.all_gather_object(states, numbers.get_rng_state())
-            numbers.set_rng_state(states[self.accelerator.process_index])
+            states = exchange_values(get_transport(), "numbers", numbers.get_rng_state().numpy().tobytes(), bytearray)
+            numbers.set_rng_state(torch.frombuffer(states[self.accelerator.process_index], dtype=torch.uint8))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the trainer's accelerator, as transformers does, but as a `RingAccelerator`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -81,8 +82,10 @@ def detect() -> Launch:
     return Launch("none")
 
 
-def init_process_group(launch: Launch, *, backend: str, timeout: float, device: torch.device | None = None) -> None:
-    """Join the process group of a torchrun job (env://), also after a restart by `torchrun --max-restarts`.
+def init_process_group(
+    launch: Launch, *, backend: str, timeout: float, device: torch.device | None = None, store: Any = None
+) -> None:
+    """Join the process group of a torchrun job, at its store or `store`, also after `torchrun --max-restarts` restarts.
 
     `timeout` (seconds) bounds joining and every later collective. NCCL connects `device` immediately. Raises
     CommFailure that quotes the first rank that could not connect.
@@ -94,7 +97,9 @@ def init_process_group(launch: Launch, *, backend: str, timeout: float, device: 
         )
     dist = importlib.import_module("torch.distributed")
     within = timedelta(seconds=timeout)
-    store, rank, world = next(dist.rendezvous("env://", timeout=within))
+    store, rank, world = store or next(dist.rendezvous("env://", timeout=within))[0], launch.rank, launch.world
+    if launch.local_world == world and "lo" in interfaces().split(", "):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of one host
     # torchrun's store outlives the ranks: after a restart, Gloo would find the previous ranks' addresses in it.
     store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     try:
@@ -135,12 +140,12 @@ def run_local(
 ) -> list[Any]:
     """The return values, in rank order, of fn(rank, *args) on `ranks` new processes joined in a Gloo group.
 
-    `fn` is a function of an importable module; arguments and results are pickled. `timeout` (seconds) bounds the
-    whole run, and `group_timeout` (default: the same) bounds every collective in the run. `threads` is torch's thread
-    count per rank. After one rank has failed, the others get `GRACE` seconds to end by themselves. The standard output
-    and standard error of ranks are kept for error messages; rank 0 shows its progress on this process's standard error
-    and, with `show`, writes to this process's standard output. `place(rank)` runs first on each rank, and chooses its
-    network interface; by default, the loopback interface.
+    `fn` is a function of an importable module; arguments are pickled, and results are what JSON holds. `timeout`
+    (seconds) bounds the whole run, and `group_timeout` (default: the same) bounds every collective in the run.
+    `threads` is torch's thread count per rank. After one rank has failed, the others get `GRACE` seconds to end by
+    themselves. The standard output and standard error of ranks are kept for error messages; rank 0 shows its progress
+    on this process's standard error and, with `show`, writes to this process's standard output. `place(rank)` runs
+    first on each rank, and chooses its network interface; by default, the loopback interface.
 
     Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
     even if this process is killed. SIGTERM ends it with SystemExit.
@@ -167,11 +172,11 @@ def run_local(
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        return [pickle.loads(_file(scratch, rank, "pickle").read_bytes()) for rank in range(ranks)]
+        return [json.loads(_file(scratch, rank, "json").read_text()) for rank in range(ranks)]
 
 
 def _file(scratch: Path, rank: int, ending: str) -> Path:
-    """The file of a rank's standard error ("log"), or of its result ("pickle")."""
+    """The file of a rank's standard error ("log"), or of its result ("json")."""
     return scratch / f"rank_{rank:04d}.{ending}"
 
 
@@ -256,7 +261,7 @@ def _wait(processes: Sequence[BaseProcess], scratch: Path, timeout: float) -> No
     while running and (seconds := deadline - time.monotonic()) > 0:
         connection.wait([process.sentinel for process in running.values()], min(seconds, 3600.0))
         for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
-            if (code := running.pop(rank).exitcode) or not _file(scratch, rank, "pickle").exists():
+            if (code := running.pop(rank).exitcode) or not _file(scratch, rank, "json").exists():
                 failed[rank] = code or 0
                 deadline = min(deadline, time.monotonic() + GRACE)
     tails = {rank: _tail(_file(scratch, rank, "log")) for rank in failed or [*running][:4]}
@@ -311,8 +316,8 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
     code: Any = 0
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=group["world"], timeout=timeout)
-        fn, args = pickle.loads(work)
-        _file(scratch, rank, "pickle").write_bytes(pickle.dumps(fn(rank, *args)))
+        fn, args = pickle.loads(work)  # from the process that started this one, by a pipe
+        _file(scratch, rank, "json").write_text(json.dumps(fn(rank, *args)))
     except SystemExit as end:  # after a message of its own
         code = end.code or 0
     finally:

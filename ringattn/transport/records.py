@@ -15,6 +15,8 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from msgspec import msgpack
+
 from ..errors import CommFailure, Mismatch, RingAttentionError
 from ..text import plural
 
@@ -106,6 +108,15 @@ class Exchange(ErrorReport):
         assert self.limit is None or len(self.mine) <= self.limit, f"{self.stage}: {len(self.mine):,} bytes"
         frames = self.transport.gather(frame(self.stage, self.mine, VALUE), self.stage)
         self.records = [open_frame(raw, rank, self.stage) for rank, raw in enumerate(frames)]
+
+
+def exchange_values(transport: Transport | None, stage: str, value: Any, kind: Any = Any) -> list[Any]:
+    """The values of all ranks, in rank order, as msgspec decodes type `kind`; [value] without ranks. Collective."""
+    if transport is None:
+        return [value]
+    with Exchange(transport, stage) as exchange:
+        exchange.mine = msgpack.encode(value)
+    return [msgpack.decode(raw, type=kind) for raw in exchange.records]
 
 
 def frame(stage: str, body: bytes, kind: int) -> bytes:

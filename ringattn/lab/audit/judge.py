@@ -33,7 +33,7 @@ ERRORS = (
 #: What the attributes `layout` and `dtype` of a target may be; a layout may also be a function.
 LAYOUTS, DTYPES = ("contiguous", "zigzag", "striped"), ("float32", "float64", "bfloat16", "float16")
 #: Verdicts, the worst last.
-VERDICTS = ("exact", "not offered", "refused", "crash", "hang", "wrong")
+VERDICTS = ("exact", "not offered", "refused", "too slow", "crash", "hang", "wrong")
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,10 @@ def _prepare(
 
 def _find_dropped(case: Case, out: Tensor, ranks: int, target: Callable[..., Any]) -> Tensor:
     """1 / (1 - p) for each weight that dropout kept, [B, H, N, N], as the outputs of all ranks show; v is a unit."""
-    parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, out.detach().double().cpu())
-    shown = torch.empty(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64, device="cpu")
-    for other, part in enumerate(parts):
-        shown[:, :, place_rows(target, case.tokens, other, ranks)] = part
-    seen, share = see(case), 1 - case.mask["dropout"]
+    whole = torch.zeros(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64, device=out.device)
+    whole[:, :, place_rows(target, case.tokens, dist.get_rank(), ranks).to(out.device)] = out.detach().double()
+    dist.all_reduce(whole)
+    seen, shown, share = see(case), whole.cpu(), 1 - case.mask["dropout"]
     kept = (shown != 0) & seen
     found = float(kept.sum() / (seen.sum() * case.batch * case.heads))
     first = kept[:, :, :, 0]

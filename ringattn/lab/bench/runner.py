@@ -31,6 +31,8 @@ from ...errors import LaunchFailure, RingAttentionError
 from ...runtime import peak_memory
 from ...text import duration
 from ...transport.launcher import run_local
+from ...transport.records import exchange_values
+from ...transport.torchdist import TorchDist
 from ..pages.journal import git, source
 from . import get_cases
 from .case import TOLERANCES, BenchCase, BenchColumn, CaseRecord, Context, Run
@@ -178,7 +180,7 @@ def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -
     `measure`, returns its result.
     """
     context = Context(rank, case.ranks, case.settings, hosts)
-    repeat = min(repeat, case.rounds or repeat)
+    repeat, team = min(repeat, case.rounds or repeat), TorchDist() if dist.is_initialized() else None
     if case.measure is not None:
         return case.measure(context, repeat)
     if case.formula_bytes is not None:
@@ -194,13 +196,13 @@ def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -
             result = run() if run is not None else None
         except case.lacking as error:
             reason = say_what_lacks(error)
-        if reason := max(_of_all_ranks(reason), key=len):
+        if reason := max(exchange_values(team, "bench", reason), key=len):
             missing[column.name] = reason
         else:
             runs[column.name], results[column.name] = (column.threads, run), result
     errors = case.check(context, results) if case.check else {}
     if case.lacking:
-        errors, tolerance = _of_all_ranks(errors)[0], TOLERANCES[case.settings["dtype"]]
+        errors, tolerance = exchange_values(team, "bench", errors)[0], TOLERANCES[case.settings["dtype"]]
         wrong = {name: error for name, error in errors.items() if not error < tolerance}
         missing |= {name: f"wrong: relative error {error:.1e}; not timed" for name, error in wrong.items()}
         runs = {name: run for name, run in runs.items() if name not in wrong}
@@ -212,14 +214,6 @@ def measure_case(case: BenchCase, rank: int, hosts: Hosts | None, repeat: int) -
     details = {"missing": missing} if case.lacking else {}
     details |= case.count(context) if case.count else {}
     return {"times": times, "errors": errors, "peaks": peaks, **({"details": details} if details else {})}
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks. Collective."""
-    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
 
 
 class TensorBytes(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from ...errors import InvalidInput
 from ...files import Count
 from ...transport.base import Message, Post, Transport
-from ...transport.records import Exchange
+from ...transport.records import exchange_values
 
 T = TypeVar("T")
 
@@ -148,11 +147,7 @@ class MeasuringRanks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order."""
-        if self.transport is None:
-            return [value]
-        with Exchange(self.transport, "calibration") as exchange:
-            exchange.mine = pickle.dumps(value)
-        return [pickle.loads(record) for record in exchange.records]
+        return exchange_values(self.transport, "calibration", value)
 
     def time_call(self, call: Callable[[], Any]) -> float:
         """Seconds of one call, including the device's work."""
