@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -138,6 +142,22 @@ def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False
     """Rank 0 refuses causal masks after the others have begun to wait for it."""
     if causal and dist.get_rank(group) == 0:
         raise NotImplementedError("no causal mask here")
+    return attend(q, k, v, group=group, causal=causal)
+
+
+def deaf(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:
+    """Rank 0 refuses everything, and the others wait for it."""
+    return hanging(q, k, v, group=group, causal=True)
+
+
+def resting(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int = 0) -> Tensor:
+    """Rank 1 is stopped: for 2 s with causal masks, for good with windows; without either it imports for 2 s."""
+    if dist.get_rank(group) == 1 and causal:
+        if not window:
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif dist.get_rank(group) == 1:
+        import_module("slow_to_import")
     return attend(q, k, v, group=group, causal=causal)
 
 

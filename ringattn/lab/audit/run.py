@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, process_time, sleep, thread_time
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from msgspec import msgpack
+from torch._C._distributed_c10d import PrefixStore
 
 from ...errors import CommFailure, InvalidInput, LaunchFailure, RingAttentionError
+from ...files import replacing
 from ...text import did_you_mean
-from ...transport.launcher import run_local, show_note, terminable
+from ...transport.launcher import progress_stream, run_local, terminable
 from ...transport.records import describe_error
 from . import models
 from .cases import Case, accepts, find_named, list_cases, shrink
@@ -32,9 +34,15 @@ from .script import write_script
 #: Targets by name: the modules beside this one.
 ADAPTERS = tuple(sorted(path.stem for path in (Path(__file__).parent / "adapters").glob("[a-z]*.py")))
 #: Verdicts that make the audit fail.
-FAILURES = ("wrong", "hang", "crash")
+FAILURES = ("wrong", "hang", "crash", "too slow")
 #: The exit status of a rank that waited in vain, and seconds in which rank 0 tells what the ranks found.
 STUCK, LINGER = 3, 2.0
+#: Seconds between two looks at a rank; it computes if it has used this part of them; and the most times the patience
+#: that a case takes by the clock.
+TICK, LEAST, SLOW = 0.25, 0.02, 10
+TOO_SLOW = Verdict("too slow", f"no result after {SLOW} times the patience: a rank is stopped, or the machine too busy")
+#: Modules on the stack of a rank that imports or compiles.
+BUILDERS = ("importlib.", "torch._dynamo.convert_frame", "torch.utils.cpp_extension", "triton.compiler")
 
 
 @dataclass(frozen=True)
@@ -89,15 +97,16 @@ def audit(
 ) -> Iterator[Finding]:
     """Audit a function on new Gloo ranks of this machine; yields a Finding for each case, in order.
 
-    A rank that has no result after `patience` seconds is taken to hang; the remaining cases then run on new ranks. If
-    interrupted, yields the findings so far, and then raises the interruption.
+    A case hangs if each rank without a result has had `patience` seconds: of the CPU while it computes, by the clock
+    while it waits, none while it imports or compiles. The remaining cases then run on new ranks, unless two in a row
+    hang, or one is too slow to tell. If interrupted, yields the findings so far, and then raises the interruption.
     """
     check(target, ranks, cases, model)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "findings")
-        while cases:
-            path.write_bytes(b"")
-            limit, failure = len(cases) * 4 * patience + 600.0, None
+        path, told = Path(folder, "findings"), list[str]()
+        while cases and told[-2:] != ["hang"] * 2 and told[-1:] != ["too slow"]:
+            path.write_bytes(msgpack.encode(({}, "")))
+            limit, failure = len(cases) * SLOW * patience + 600.0, None
             try:
                 run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
@@ -106,7 +115,7 @@ def audit(
             yield from found.values()
             if failure is None:
                 return
-            if not begun or not isinstance(failure, LaunchFailure):
+            if not begun or not isinstance(failure, LaunchFailure) or failure.status is None:
                 raise failure
             last = [case.feature for case in cases].index(begun)
             if begun not in found:
@@ -114,21 +123,15 @@ def audit(
                 words = first.partition("; its last output")[0]
                 if more and (failure.status or 0) > 0:
                     words += f": {more[-1].strip()}"
-                yield Finding(cases[last], Verdict("crash", words))
+                found[begun] = Finding(cases[last], Verdict("crash", words))
+                yield found[begun]
+            told += [one.verdict.verdict for one in found.values() if one.verdict.verdict != "not offered"]
             cases = cases[last + 1 :]
 
 
 def read(path: Path) -> tuple[dict[str, Finding], str]:
     """Read the file that rank 0 writes: (findings by feature, the feature that was begun last)."""
-    found, begun = dict[str, Finding](), ""
-    with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # the last one may be half written
-        while True:
-            one: str | Finding = pickle.load(file)
-            if isinstance(one, Finding):
-                found[one.case.feature] = one
-            else:
-                begun = one
-    return found, begun
+    return msgpack.decode(path.read_bytes(), type=tuple[dict[str, Finding], str])
 
 
 class _Rank:
@@ -146,11 +149,9 @@ class _Rank:
         self.findings: dict[str, Finding] = {}
         on_gpu = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-        make_store: Any = vars(dist)["TCPStore"]  # has no type stubs
-        store = make_store("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
-        port: list[Any] = [store and store.port]
-        dist.broadcast_object_list(port, 0)
-        self.store = store or make_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), *port, None, False)
+        store: Any = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]  # the target waits on its own
+        turn = store.add(f"ringattn/audit/{rank}", 1)  # the store keeps what earlier audits wrote
+        self.store: Any = PrefixStore(f"ringattn/audit/{turn}", store)
         self.tested = None if model is None else models.Tested(model)
 
     def __enter__(self) -> Self:
@@ -164,11 +165,11 @@ class _Rank:
             self.wait(["end/0"], inf)
             self.store.set(f"end/{self.rank}", "")
 
-    def write(self, one: str | Finding) -> None:
-        """Append a finding, or the feature that begins, to the file at `path`."""
+    def write(self, begun: str) -> None:
+        """Write the findings, and the feature that was begun last, to the file at `path`."""
         if self.rank == 0 and self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(pickle.dumps(one))
+            with replacing(self.path) as path:
+                path.write_bytes(msgpack.encode((self.findings, begun)))
 
     def tell(self, case: Case, verdicts: Sequence[Verdict], smaller: Case | None = None) -> None:
         """On rank 0, turn the verdicts of all ranks on a case into its Finding.
@@ -188,9 +189,8 @@ class _Rank:
             worst = replace(worst, why=f"{worst.why} (on {len(said)} of {self.ranks} ranks only)")
         elif worst.verdict == "wrong":
             script = write_script(self.target, self.name, smaller or case, self.ranks, self.tested)
-        finding = Finding((smaller if script else None) or case, worst, rank, script)
-        self.findings[case.feature] = finding
-        self.write(finding)
+        self.findings[case.feature] = Finding((smaller if script else None) or case, worst, rank, script)
+        self.write(case.feature)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
         """Run a case on this rank; returns the verdicts of all ranks on it.
@@ -200,34 +200,51 @@ class _Rank:
         call = partial(compare, self.target, case, self.device)
         if self.tested:
             call = partial(self.tested.compare, self.target, case, self.device, self.tested.solve(case))
-        self.store.set(f"{number}/ready/{self.rank}", "")
-        self.wait([f"{number}/ready/{rank}" for rank in range(self.ranks)], inf)
-        timer = threading.Timer(self.patience, self.give_up, (case, number))
-        timer.start()
+        self.store.set(f"{number}/spent/{self.rank}", "0")
+        self.wait([f"{number}/spent/{rank}" for rank in range(self.ranks)], inf)
+        done = threading.Event()
+        watcher = threading.Thread(target=self.watch, args=(case, number, done, threading.get_ident()), daemon=True)
+        watcher.start()
         try:
             with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
                 mine = judge(call)
         finally:
-            timer.cancel()
-        self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(mine))
-        verdicts = self._collect(number, 2 * self.patience)
-        if any(one.verdict == "hang" for one in verdicts):
-            self.give_up(case, number, mine)
+            done.set()
+            watcher.join()
+            self.store.set(f"{number}/spent/{self.rank}", "inf")
+        self.store.set(f"{number}/verdict/{self.rank}", msgpack.encode(mine))
+        verdicts = self._collect(number, SLOW * self.patience, TOO_SLOW)
+        for one in verdicts:
+            if one.verdict in ("hang", "too slow"):
+                self.give_up(case, number, one, known=True)
         return verdicts
 
-    def give_up(self, case: Case, number: str, mine: Verdict | None = None) -> None:
-        """End this process because a rank hangs in this case.
+    def watch(self, case: Case, number: str, done: threading.Event, caller: int) -> None:
+        """Tell all ranks the seconds that this one has had, see `audit`, until it is done; infinity means a result."""
+        spent, begun, now, used = 0.0, monotonic(), monotonic(), process_time()
+        while not done.wait(TICK):
+            before, now, earlier, used = now, monotonic(), used, process_time() - thread_time()
+            stack = traceback.walk_stack(sys._current_frames()[caller])
+            if not any(frame.f_globals.get("__name__", "").startswith(BUILDERS) for frame, _ in stack):
+                # A thread that wakes up late has no free core: that its rank computes nothing does not show a wait.
+                waits = used - earlier < LEAST * TICK and now - before < 2 * TICK
+                spent += TICK if waits else used - earlier
+            self.store.set(f"{number}/spent/{self.rank}", str(spent))
+            if min(float(self.store.get(f"{number}/spent/{rank}")) for rank in range(self.ranks)) >= self.patience:
+                why = f"no result after {self.patience:g} s in which ranks waited or computed"
+                self.give_up(case, number, Verdict("hang", why))
+            if now - begun > SLOW * self.patience:
+                self.give_up(case, number, TOO_SLOW)
 
-        Without the verdict `mine`, it is this rank that hangs; otherwise it is another one.
-        """
-        if mine is None:
-            stuck = Verdict("hang", f"no result after {self.patience:g} s")
-            self.store.set(f"{number}/verdict/{self.rank}", pickle.dumps(stuck))
+    def give_up(self, case: Case, number: str, stuck: Verdict, *, known: bool = False) -> None:
+        """End this process, as ranks have no result: `stuck` is their verdict, and this one's unless it is known."""
+        if not known:
+            self.store.set(f"{number}/verdict/{self.rank}", msgpack.encode(stuck))
         if self.rank:
             self.store.set(f"end/{self.rank}", "")  # rank 0 may wait for it, if an error ends it
         try:
             if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
-                self.tell(case, self._collect(number, LINGER / 2))
+                self.tell(case, self._collect(number, LINGER / 2, stuck))
             if self.rank == 0 and self.report is not None:
                 sys.stdout = sys.__stdout__
                 self.report([*self.findings.values()])
@@ -253,10 +270,11 @@ class _Rank:
                 raise CommFailure(f"rank 0 ended the audit: {self.store.get('failure').decode()}")
             sleep(0.005)
 
-    def _collect(self, number: str, seconds: float) -> list[Verdict]:
-        keys, missing = [f"{number}/verdict/{rank}" for rank in range(self.ranks)], Verdict("hang", "no result")
+    def _collect(self, number: str, seconds: float, missing: Verdict) -> list[Verdict]:
+        keys = [f"{number}/verdict/{rank}" for rank in range(self.ranks)]
         self.wait(keys, seconds)
-        return [pickle.loads(self.store.get(key)) if self.store.check([key]) else missing for key in keys]
+        raw = [self.store.get(key) if self.store.check([key]) else msgpack.encode(missing) for key in keys]
+        return [msgpack.decode(one, type=Verdict) for one in raw]
 
     def try_case(self, case: Case, number: int) -> None:
         """Try a case, and smaller ones if it is wrong. Collective."""
@@ -264,7 +282,7 @@ class _Rank:
             case = replace(case, dtype=getattr(self.target, "dtype", case.dtype))
         self.write(case.feature)
         if self.rank == 0:
-            show_note(case.feature)
+            progress_stream().write(f"audit: {case.feature}\n")
         lacks = set() if self.tested else case.needs - accepts(self.target)
         if lacks:
             return self.tell(case, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * self.ranks)
@@ -286,7 +304,7 @@ def work(
 ) -> None:  # fmt: skip
     """Run the cases of an audit on this rank. Collective.
 
-    Rank 0 appends the findings to the file at `path`, see `read`, or calls `report` with them at the end, even if ranks
+    Rank 0 writes the findings to the file at `path`, see `read`, or calls `report` with them at the end, even if ranks
     hang or end early. Raises CommFailure on the other ranks if rank 0 fails, for example because its report does.
     """
     with _Rank(rank, name, patience, model, report, path) as one:

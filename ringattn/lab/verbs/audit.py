@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from ... import __version__
 from ...cli.ranks import check_mpi_size
@@ -18,7 +18,8 @@ from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
 from ...transport.launcher import Launch, detect, init_process_group
-from ...transport.mpi import load
+from ...transport.mpi import Mpi
+from ...transport.records import exchange_values
 from ..audit.run import FAILURES, Finding, audit, check, choose_cases, work
 from .settings import AuditConfig
 
@@ -50,7 +51,9 @@ def main(config: AuditConfig) -> None:
         findings[:] = found
         _report(config, model, ranks, found)
         if left := [case.feature for case in cases[len(found) :]]:
-            sys.stderr.write(f"ringattn: the audit ended early; not tried: {', '.join(left)}\n")
+            why = {"hang": ": the target does not answer", "too slow": ": try a machine that is less busy"}
+            said = why.get(found[-1].verdict.verdict, "") if found else ""
+            sys.stderr.write(f"ringattn: the audit ended early{said}; not tried: {', '.join(left)}\n")
         sys.stdout.flush()
 
     if launch.kind == "none":
@@ -68,17 +71,19 @@ def main(config: AuditConfig) -> None:
 
 
 def _join(launch: Launch, timeout: float) -> None:
-    """Join the process group of a job; over MPI the ranks tell each other what torchrun tells in variables."""
+    """Join the process group of a job; over MPI the ranks tell each other the address of a store."""
+    store = None
     if launch.kind != "torchrun":
-        world = load().COMM_WORLD
+        world = Mpi()
         check_mpi_size(launch, world.size)
-        with socket.socket() as free:
-            free.bind(("", 0))
-            host, port = world.bcast((socket.gethostname(), free.getsockname()[1]))
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": str(world.rank)}
-        os.environ |= {"WORLD_SIZE": str(world.size)}
+        alone = launch.local_world == launch.world
+        with socket.create_server(("127.0.0.1" if alone else "", 0)) as server:
+            own = ["127.0.0.1" if alone else socket.gethostname(), server.getsockname()[1]]
+            host, port = exchange_values(world, "address", own)[0]
+            listening = server.detach() if alone and not world.rank else None  # else all interfaces, as hosts meet
+        store = TCPStore(host, port, None, not world.rank, wait_for_workers=False, master_listen_fd=listening)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    init_process_group(replace(launch, kind="torchrun"), backend=backend, timeout=timeout)
+    init_process_group(replace(launch, kind="torchrun"), backend=backend, timeout=timeout, store=store)
 
 
 def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:

@@ -28,6 +28,7 @@ from ringattn.lab.audit.models import load_model
 from ringattn.lab.audit.oracle import attend, make_inputs, see
 from ringattn.lab.audit.run import ADAPTERS, Finding, audit, choose_cases, load_target, read, work
 from ringattn.lab.verbs.audit import main
+from ringattn.lab.verbs.settings import AuditConfig
 from ringattn.transport.launcher import run_local
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -179,6 +180,28 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
         assert why in found[1].verdict.why
 
 
+@pytest.mark.multi
+def test_a_rank_that_is_stopped_or_imports_does_not_hang() -> None:
+    """On a busy machine all of 14 features were said to hang. A rank that is never heard again is too slow to tell."""
+    features = ["dense", "causal", "window", "batch of 3"]
+    found = [*audit("faulty_rings:resting", 2, choose_cases(2, features), 0.5)]
+    assert [one.verdict.verdict for one in found] == ["exact", "exact", "too slow"], found
+
+
+@pytest.mark.multi
+def test_a_target_that_never_answers_ends_the_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    features = ["dense", "causal", "batch of 3"]
+    config = AuditConfig(target="faulty_rings:deaf", ranks=2, features=features, patience=0.5)
+    with pytest.raises(SystemExit):
+        main(config)
+    told = capfd.readouterr()
+    assert re.findall(r"^(?:dense|causal) +(\w+)", told.out, re.MULTILINE) == ["hang", "hang"]
+    assert told.err.endswith("ringattn: the audit ended early: the target does not answer; not tried: batch of 3\n")
+
+
 def launch(folder: Path, *words: str) -> list[subprocess.CompletedProcess[str]]:
     """`ringattn audit` on two ranks that find what torchrun tells them; what each has printed, and its status."""
     store = make_store()
@@ -197,6 +220,7 @@ def test_the_audit_runs_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert record["ranks"] == 2 and [one["feature"] for one in record["features"]] == ["causal", "documents"]
     assert {one["verdict"]["verdict"] for one in record["features"]} == {"exact"}
     assert told.returncode == other.returncode == 0 and not other.stdout
+    assert told.stderr == "audit: causal\naudit: documents\n", "which feature runs, also without a terminal"
 
 
 @pytest.mark.multi
@@ -219,7 +243,7 @@ def test_a_report_that_cannot_be_written_ends_all_ranks_of_a_launcher(tmp_path: 
     )
     assert first.returncode == other.returncode == status
     why = "output out/found.json: the folder out does not exist; make it first\n"
-    assert first.stderr == f"ringattn: {why}"
+    assert first.stderr == f"audit: dense\nringattn: {why}"
     assert status == 3 or other.stderr == f"ringattn: rank 0 ended the audit: {why}"
 
 

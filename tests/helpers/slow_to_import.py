@@ -1,0 +1,5 @@
+"""Takes two seconds to import."""
+
+from time import sleep
+
+sleep(2)
