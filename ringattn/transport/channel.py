@@ -38,10 +38,10 @@ KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 RETRY = 0.05
 #: Seconds that closing a group waits for a connection, and for a thread.
 PARTING = 1.0
-#: Seconds after which a connection that has not sent the secret is refused.
-STRANGER = 5.0
-#: Bytes of the secret that shows that a rank belongs to the group.
-SECRET = 16
+#: The most connections whose secret is awaited, and the most that the system keeps until they are accepted.
+PENDING, BACKLOG = 64, 4096
+#: Bytes of the secret that shows that a rank belongs to the group, and of a rank's first words: the secret, its number.
+SECRET, HELLO = 16, 20
 #: Why a connection fails.
 UNREACHED = (
     "its process has ended, GLOO_SOCKET_IFNAME on one of the hosts names no interface that leads to the other, or a "
@@ -214,25 +214,15 @@ class Channel:
         host, family = _own_address(store)
         secret = secrets.token_bytes(SECRET)
         found: dict[int, socket.socket] = {}
-        with socket.create_server((host, 0), family=family, backlog=2 * len(self.comparison.peers)) as server:
+        with socket.create_server((host, 0), family=family, backlog=BACKLOG) as server:
             port = server.getsockname()[1]
             store.set(str(self.rank), f"{host} {port} {secret.hex()}")
             for peer in (x for x in reversed(self.comparison.peers) if x > self.rank):
                 found[peer] = self._call(store, peer, end)
-            while len(found) < len(self.comparison.peers):
-                server.settimeout(max(end - time.monotonic(), 0.01))
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    missing = min({*self.comparison.peers} - {*found})
-                    raise self._missing(
-                        missing, f"it has not connected to {host}:{port} in time; {UNREACHED}"
-                    ) from None
-                peer = _admit(connection, secret)
-                if peer is None:
-                    connection.close()
-                else:
-                    found[peer] = connection
+            _admit(server, secret, {*self.comparison.peers}, found, end)
+            if missing := {*self.comparison.peers} - {*found}:
+                why = f"it has not connected to {host}:{port} in time; {UNREACHED}"
+                raise self._missing(min(missing), why)
         for connection in found.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -403,17 +393,39 @@ class _Job(Generic[T]):
             self.done = True
 
 
-def _admit(connection: socket.socket, secret: bytes) -> int | None:
-    """Admit the rank at the other end of a connection and return it; None if the other end lacks the secret."""
-    connection.settimeout(STRANGER)
-    try:
-        hello = connection.recv(SECRET + 4, socket.MSG_WAITALL)
-        if len(hello) < SECRET + 4 or not secrets.compare_digest(hello[:SECRET], secret):
-            return None
-        connection.sendall(b"+")
-    except OSError:
-        return None
-    return int.from_bytes(hello[SECRET:], "little")
+def _admit(server: socket.socket, secret: bytes, peers: set[int], found: dict[int, socket.socket], end: float) -> None:
+    """Add to `found` the ranks that connect and show the secret, until all `peers` are there or the time is `end`.
+
+    Connections are read side by side, so that strangers delay nobody. Of more than PENDING, the oldest is closed: a
+    rank that is closed connects again.
+    """
+    hellos: dict[socket.socket, bytes] = {}
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while peers - {*found} and (seconds := end - time.monotonic()) > 0:
+            for key, _ in selector.select(seconds):
+                with suppress(BlockingIOError, ConnectionError):  # it has gone already
+                    if key.data is None:
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                        hellos[connection] = b""
+                    else:
+                        hellos[key.data] += key.data.recv(HELLO - len(hellos[key.data])) or bytes(HELLO)
+            crowd = len(hellos) - PENDING
+            for place, (connection, hello) in enumerate([*hellos.items()]):
+                if len(hello) >= HELLO or place < crowd:
+                    selector.unregister(connection)
+                    del hellos[connection]
+                    if len(hello) == HELLO and secrets.compare_digest(hello[:SECRET], secret):
+                        with suppress(ConnectionError):  # it connects again
+                            connection.sendall(b"+")
+                            found[int.from_bytes(hello[SECRET:], "little")] = connection
+                    else:
+                        connection.close()
+    for connection in hellos:
+        connection.close()
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:

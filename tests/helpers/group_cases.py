@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -282,3 +284,31 @@ def connections(rank: int) -> list[int]:
         exchange()
     assert set(connected) == {torch.device("cuda", rank)}
     return counts
+
+
+#: What strangers send: nothing, part of what a rank sends, as many other bytes, far more, and a reset.
+STRANGE = (b"", b"short", bytes(20), bytes(100_000), b"reset")
+
+
+def among_strangers(rank: int, count: int) -> str:
+    """What a first call is told while `count` strangers keep connections to ranks 1 and 2.
+
+    Rank 1 does not accept connections yet when they come, as it waits for rank 2, and rank 2 does.
+    """
+    group, kept = dist.new_group(), list[socket.socket]()
+    store = dist.PrefixStore("ringattn/channel", group.get_group_store())
+    if rank == 0:
+        for peer in (1, 2):
+            host, port, *_ = store.get(str(peer)).decode().split()
+            for number in range(count):
+                kept.append(socket.create_connection((host, int(port)), timeout=5.0))
+                kept[-1].send(words := STRANGE[number % len(STRANGE)])
+                if words == b"reset":
+                    kept[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    kept.pop().close()
+            store.set("strangers", "there")
+    if rank == 2:
+        store.get("strangers")
+    x = torch.ones(1, 2, 4, 8)
+    transport = TorchDist(group, timeout=10.0)
+    return told_by(lambda: ra.ring_attention(x, x, x, ra.Full(), layout="contiguous", transport=transport))

@@ -43,6 +43,12 @@ def test_a_fork_of_a_rank_is_no_rank(new_ranks: Run) -> None:
     assert len(told) == 3 and all("this process is a fork of a rank" in text for text in told) and not nobody
 
 
+@pytest.mark.parametrize("count", [12, 200])
+def test_strangers_do_not_delay_the_first_call(run_ranks: Run, count: int) -> None:
+    """One after another, each would have its time, and those of all exceed the timeout of the call."""
+    assert run_ranks(group_cases.among_strangers, 3, count, timeout=60) == ["fine"] * 3
+
+
 def test_an_error_of_a_signal_handler_passes_unchanged(run_ranks: Run) -> None:
     told = f"RuntimeError: {group_cases.KILLED}"
     assert run_ranks(group_cases.errors_of_others, 2, timeout=60) == [[told, told], []]
