@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import CommFailure, InvalidInput
 from .comparison import GRACE, Comparison, Event, read_frames
 from .launcher import interfaces
-from .records import RECORDS
+from .records import RECORDS, add_hosts
 
 T = TypeVar("T")
 #: Seconds that a wait for messages continues after a process has ended: its last messages may still arrive.
@@ -40,7 +40,7 @@ RETRY = 0.05
 PARTING = 1.0
 #: The most connections whose secret is awaited, and the most that the system keeps until they are accepted.
 PENDING, BACKLOG = 64, 4096
-#: Bytes of the secret that shows that a rank belongs to the group, and of a rank's first words: the secret, its number.
+#: Bytes of the secret that shows that a rank belongs to the group, and of what a rank sends first: secret and number.
 SECRET, HELLO = 16, 20
 #: Why a connection fails.
 UNREACHED = (
@@ -102,6 +102,7 @@ class Channel:
     def __init__(self, group: Any, timeout: float) -> None:
         self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self.comparison = Comparison(self.rank, self.size, self._send)
+        self.comparison.hosts[self.rank] = socket.gethostname()
         self.on_error: Callable[[], None] = lambda: None
         #: The CUDA device for which NCCL has connected the ranks.
         self.device: torch.device | None = None
@@ -216,10 +217,10 @@ class Channel:
         found: dict[int, socket.socket] = {}
         with socket.create_server((host, 0), family=family, backlog=BACKLOG) as server:
             port = server.getsockname()[1]
-            store.set(str(self.rank), f"{host} {port} {secret.hex()}")
+            store.set(str(self.rank), f"{host} {port} {secret.hex()} {self.comparison.hosts[self.rank]}")
             for peer in (x for x in reversed(self.comparison.peers) if x > self.rank):
                 found[peer] = self._call(store, peer, end)
-            _admit(server, secret, {*self.comparison.peers}, found, end)
+            self._admit(server, secret, store, found, end)
             if missing := {*self.comparison.peers} - {*found}:
                 why = f"it has not connected to {host}:{port} in time; {UNREACHED}"
                 raise self._missing(min(missing), why)
@@ -232,6 +233,44 @@ class Channel:
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return found
 
+    def _admit(
+        self, server: socket.socket, secret: bytes, store: Store, found: dict[int, socket.socket], end: float
+    ) -> None:
+        """Add to `found` the peers that connect and show the secret, until all have or the time is `end`.
+
+        Connections are read side by side, so that strangers delay nobody. Of more than PENDING, the oldest is closed: a
+        rank that is closed connects again.
+        """
+        hellos: dict[socket.socket, bytes] = {}
+        server.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            while {*self.comparison.peers} - {*found} and (seconds := end - time.monotonic()) > 0:
+                for key, _ in selector.select(seconds):
+                    with suppress(BlockingIOError, ConnectionError):  # it has gone already
+                        if key.data is not None:
+                            hellos[key.data] += key.data.recv(HELLO - len(hellos[key.data])) or bytes(HELLO)
+                            continue
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                        if len(hellos) == PENDING:
+                            hellos[next(iter(hellos))] = bytes(HELLO)
+                        hellos[connection] = b""
+                for connection in [x for x, hello in hellos.items() if len(hello) >= HELLO]:
+                    selector.unregister(connection)
+                    hello = hellos.pop(connection)
+                    if secrets.compare_digest(hello[:-4], secret):
+                        rank = int.from_bytes(hello[SECRET:], "little")
+                        self.comparison.hosts[rank] = store.get(str(rank)).decode().split(" ")[3]
+                        with suppress(ConnectionError):  # it connects again
+                            connection.sendall(b"+")
+                            found[rank] = connection
+                    else:
+                        connection.close()
+        for connection in hellos:
+            connection.close()
+
     def _call(self, store: Store, peer: int, end: float) -> socket.socket:
         """Connect to the server of a peer. Tries again, as the store may still have the address of an older group."""
         why = (
@@ -243,7 +282,7 @@ class Channel:
                 store.wait([str(peer)], timedelta(seconds=seconds))
             except RuntimeError:  # the store's timeout
                 break
-            host, port, secret = store.get(str(peer)).decode().split()
+            host, port, secret, self.comparison.hosts[peer] = store.get(str(peer)).decode().split(" ")
             try:
                 connection = socket.create_connection((host, int(port)), timeout=seconds)
                 connection.sendall(bytes.fromhex(secret) + self.rank.to_bytes(4, "little"))
@@ -256,7 +295,8 @@ class Channel:
         raise self._missing(peer, why)
 
     def _missing(self, peer: int, why: str) -> CommFailure:
-        return CommFailure(f"rank {self.rank} of {self.size}: {RECORDS}: rank {peer}: {why}")
+        text = f"rank {self.rank} of {self.size}: {RECORDS}: rank {peer}: {why}"
+        return CommFailure(add_hosts(text, self.comparison.hosts))
 
     def _send(self, peer: int, frame: bytes) -> None:
         """Send as much as the connection accepts now; the thread sends the rest."""
@@ -391,41 +431,6 @@ class _Job(Generic[T]):
         finally:
             del self.call  # and the messages that it waits for: the thread holds its last job until the next one
             self.done = True
-
-
-def _admit(server: socket.socket, secret: bytes, peers: set[int], found: dict[int, socket.socket], end: float) -> None:
-    """Add to `found` the ranks that connect and show the secret, until all `peers` are there or the time is `end`.
-
-    Connections are read side by side, so that strangers delay nobody. Of more than PENDING, the oldest is closed: a
-    rank that is closed connects again.
-    """
-    hellos: dict[socket.socket, bytes] = {}
-    server.setblocking(False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
-        while peers - {*found} and (seconds := end - time.monotonic()) > 0:
-            for key, _ in selector.select(seconds):
-                with suppress(BlockingIOError, ConnectionError):  # it has gone already
-                    if key.data is None:
-                        connection, _ = server.accept()
-                        connection.setblocking(False)
-                        selector.register(connection, selectors.EVENT_READ, connection)
-                        hellos[connection] = b""
-                    else:
-                        hellos[key.data] += key.data.recv(HELLO - len(hellos[key.data])) or bytes(HELLO)
-            crowd = len(hellos) - PENDING
-            for place, (connection, hello) in enumerate([*hellos.items()]):
-                if len(hello) >= HELLO or place < crowd:
-                    selector.unregister(connection)
-                    del hellos[connection]
-                    if len(hello) == HELLO and secrets.compare_digest(hello[:SECRET], secret):
-                        with suppress(ConnectionError):  # it connects again
-                            connection.sendall(b"+")
-                            found[int.from_bytes(hello[SECRET:], "little")] = connection
-                    else:
-                        connection.close()
-    for connection in hellos:
-        connection.close()
 
 
 def _own_address(store: Store) -> tuple[str, socket.AddressFamily]:

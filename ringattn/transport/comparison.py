@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..errors import CommFailure, Mismatch, RingAttentionError
-from .records import explain
+from .records import add_hosts, explain
 
 #: Kind, number of the event (or rank that begins a report), and length of the body.
 HEAD = struct.Struct("<BQI")
@@ -70,6 +70,8 @@ class Comparison:
         self.rounds = (size - 1).bit_length()
         #: The ranks that this rank exchanges frames with.
         self.peers = sorted({(rank + way * 2**k) % size for k in range(self.rounds) for way in (1, -1)} - {rank})
+        #: The hosts of this rank and of its peers, if known.
+        self.hosts: dict[int, str] = {}
         #: The number of events of this rank, and how many of them match the previous rank's.
         self.count = self._compared = 0
         #: The number of first events that are known to match on all ranks.
@@ -192,7 +194,10 @@ class Comparison:
         """Report to all ranks what this rank has done at event `number`."""
         self._parted, self.deadline = (number, why), time.monotonic() + GRACE
         event = self._events.get(number)
-        mine = {"count": self.count, "record": None if event is None else event.record.decode()}
+        mine: dict[str, Any] = {"count": self.count, "record": None if event is None else event.record.decode()}
+        came = self.rounds * (self._compared > number)
+        progress = self._gatherings.get(number, Gathering(sent=self.rounds, received=came))
+        mine |= {"sent": progress.sent, "received": progress.received, "hosts": [*self.hosts.items()]}
         self._standings[self.rank] = mine
         self._report(STANDING, self.rank, json.dumps(mine).encode())
 
@@ -233,6 +238,7 @@ class Comparison:
     def _tell_loss(self, peer: int, text: str) -> None:
         """Report to all ranks that a peer is gone."""
         if self.error is None:
+            text = add_hosts(text, self.hosts)
             self._report(LOST, peer, text.encode())
             self._end_by(CommFailure(text), is_loss=True)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -214,6 +215,17 @@ def _list_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
+def add_hosts(text: str, hosts: dict[int, str]) -> str:
+    """`text` with the host of each rank, if several are known: "ranks 2 and 3" become "ranks 2 and 3 on node-b"."""
+
+    def add(found: re.Match[str]) -> str:
+        where = {hosts[rank]: "" for rank in map(int, re.findall(r"\d+", found[1])) if rank in hosts}
+        return f"{found[0]} on {', '.join(where)}" if where else found[0]
+
+    named = r"\b(rank \d+|ranks \d+(?:, \d+)*(?: and \d+)?)(?: of \d+)?"
+    return re.sub(named, add, text) if len({*hosts.values()}) > 1 else text
+
+
 def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: int) -> RingAttentionError:
     """The error to raise when ranks differ from event `number` on; it says how, from the last state of each rank.
 
@@ -222,17 +234,23 @@ def explain(standings: dict[int, dict[str, Any]], number: int, why: str, size: i
     silent = [rank for rank in range(size) if rank not in standings]
     least = min(standing["count"] for standing in standings.values())
     late = [rank for rank in range(size) if rank in standings and standings[rank]["count"] == least <= number]
+    hosts = {rank: host for standing in standings.values() for rank, host in standing["hosts"]}
     if silent or (why and late):
+        one, who = len(silent or late) == 1, re.sub(r", (\d+)$", r" and \1", _list_ranks(silent or late))
         what = (
-            "does not answer: its process hangs or is stopped, or its host or its network is down"
+            f"do{'es' * one} not answer: a process hangs or is stopped, or a host or a network is down"
             if silent
-            else "has not joined the call of the others: its process hangs, is stopped, or does something else"
+            else f"ha{'s' if one else 've'} not joined the call of the others: a process hangs or does something else"
         )
-        return CommFailure(f"rank {_list_ranks(silent or late)} {what} ({why})")
+        return CommFailure(add_hosts(f"rank{'s' * (not one)} {who} {what} ({why})", hosts))
     made = {rank: json.loads(raw) for rank in range(size) if (raw := standings[rank]["record"])}
     try:
         compare({rank: {"call": f"{fields['stage']}"} for rank, fields in made.items()})
         compare(made)
     except Mismatch as error:
         return error
-    return CommFailure(why)
+    for rank, standing in standings.items():
+        sender = (rank - 2 ** standing["received"]) % size
+        if standing["received"] < standings[sender]["sent"]:
+            why = f"what rank {sender} sends does not reach rank {rank}: a network between them loses it ({why})"
+    return CommFailure(add_hosts(why, hosts))

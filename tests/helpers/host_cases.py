@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from itertools import count
@@ -103,6 +104,7 @@ def suffer(rank: int, folder: str, timeout: float, tokens: int, seconds: float) 
     When all ranks have made a call they write files into `folder`/ready, wait for `folder`/go, and write after how many
     seconds they were told what into `folder`/told.
     """
+    socket.gethostname = lambda: f"node-{rank // 2}"  # namespaces of networks share the name of the machine
     groups = [dist.new_group([i, i + 2]) for i in range(2)]
     transport = TorchDist(groups[rank % 2], timeout=timeout)
     q, k, v = (torch.randn(1, 2, 2 * tokens, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
@@ -144,3 +146,22 @@ def connect(rank: int, how: str) -> tuple[float, str]:
     begun = time.monotonic()
     told = told_by(lambda: ra.ring_attention(x, x, x, ra.Full(), layout="contiguous", transport=TorchDist(timeout=2)))
     return time.monotonic() - begun, told
+
+
+def mute(rank: int, address: str) -> str:
+    """What is told of a call during which nothing that rank 1 sends reaches the host with `address`."""
+    socket.gethostname = lambda: f"node-{rank}"
+    x, transport = torch.ones(1, 2, 4, 8), TorchDist(timeout=3)
+
+    def attend() -> None:
+        ra.ring_attention(x, x, x, ra.Full(), layout="contiguous", transport=transport)
+
+    attend()
+    dist.barrier()
+    if rank == 1:
+        subprocess.run(
+            f"ip neigh replace {address} lladdr 02:00:00:00:00:01 dev eth0 nud permanent".split(), check=True
+        )
+    told = told_by(attend)
+    time.sleep(1)  # a rank that ends is lost, too
+    return told

@@ -71,7 +71,7 @@ def _interrupt(hosts: Hosts) -> None:
     Timer(3.0, hosts.set_link, (1, "up")).start()
 
 
-LOST = "rank [01] does not answer: its process hangs or is stopped, or its host or its network is down"
+LOST = "rank ([01]) on node-\\1 does not answer: a process hangs or is stopped, or a host or a network is down"
 #: What happens to the second of two hosts; seconds of calls; the longest wait; tokens; what the ranks of the second and
 #: of the first host are told.
 FAULTS: dict[str, tuple[Callable[[Hosts], Any], float, float, int, str, str]] = {
@@ -81,7 +81,14 @@ FAULTS: dict[str, tuple[Callable[[Hosts], Any], float, float, int, str, str]] = 
     "the link is down for 3 s": (_interrupt, 5, 30, 2048, "fine", "fine"),
     "the link is slow": (lambda hosts: hosts.set_rate(1, RATE / 100), 1, 20, 2048, "fine", "fine"),
     "the host dies": (_lose, 30, TIMEOUT, 2048, "", LOST),
-    "the processes die": (partial(_kill, number=signal.SIGKILL), 30, TIMEOUT, 2048, "", "rank 1 is gone: its process"),
+    "the processes die": (
+        partial(_kill, number=signal.SIGKILL),
+        30,
+        TIMEOUT,
+        2048,
+        "",
+        "rank 1 on node-1 is gone: its process",
+    ),
     "the processes stop": (partial(_kill, number=signal.SIGSTOP), 30, TIMEOUT, 2048, "", LOST),
 }
 
@@ -126,6 +133,13 @@ def test_faults_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             seconds, told = text.split(" ", 1)
             assert re.search(of_second if rank > 1 else of_first, told), (fault, text)
             assert float(seconds) < timeout + LATE, (fault, text)
+
+
+def test_a_loss_between_two_of_three_hosts_is_named() -> None:
+    """All three ranks answer, by way of the third host."""
+    with make_hosts(Cluster(3, 1, RATE)) as hosts:
+        for told in hosts.run(host_cases.mute, hosts.address(2), threads=1, timeout=120):
+            assert "CommFailure: what rank 1 on node-1 sends does not reach rank 2 on node-2: a network" in told, told
 
 
 def _place(hosts: Hosts, how: str, rank: int) -> None:

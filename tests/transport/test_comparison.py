@@ -11,6 +11,7 @@ import pytest
 from ringattn import CommFailure, Mismatch
 from ringattn.transport import comparison
 from ringattn.transport.comparison import Comparison, Event, read_frames
+from ringattn.transport.records import add_hosts
 
 
 class Network:
@@ -20,12 +21,15 @@ class Network:
         self.random, self.wires = random.Random(seed), dict[tuple[int, int], deque[bytes]]()
         self.sent: list[list[int]] = [[] for _ in range(size)]
         self.ranks = [Comparison(rank, size, self.sender(rank)) for rank in range(size)]
-        #: Ranks that take no frames.
+        #: Ranks that take no frames, and pairs of sender and receiver between which frames are lost.
         self.stopped: set[int] = set()
+        self.lost: set[tuple[int, int]] = set()
 
     def sender(self, rank: int):  # type: ignore[no-untyped-def]
         def send(peer: int, frame: bytes) -> None:
             self.sent[rank].append(len(frame))
+            if (rank, peer) in self.lost:
+                return
             self.wires.setdefault((rank, peer), deque()).append(frame)
 
         return send
@@ -142,16 +146,58 @@ def test_an_exception_and_the_end_of_a_process_reach_all_ranks() -> None:
 
 def test_late_and_silent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "GRACE", 0.0)
-    for stopped in (False, True):
-        network = Network(8)
-        network.stopped = {3} if stopped else set()
-        for rank in (0, 1, 2, 4, 5, 6, 7):
-            network.ranks[rank].contribute(b"", b"{}")
-        network.deliver()
-        network.ranks[0].part(0, "it took 2 s")
-        network.deliver()
-        for rank in network.ranks:
-            rank.tick()
-            if rank.rank != 3:
-                done = "does not answer" if stopped else "has not joined the call of the others"
-                assert f"rank 3 {done}: its process" in str(rank.error) and "(it took 2 s)" in str(rank.error)
+    for odd, named in (({3}, "rank 3"), ({3, 5, 6}, "ranks 3, 5 and 6"), ({6, 7}, "ranks 6 and 7 on node-3")):
+        for stopped in (False, True):
+            network = Network(8)
+            network.stopped = odd if stopped else set()
+            for rank in network.ranks:
+                if "node" in named:
+                    rank.hosts = {each: f"node-{each // 2}" for each in (rank.rank, *rank.peers)}
+                if rank.rank not in odd:
+                    rank.contribute(b"", b"{}")
+            network.deliver()
+            network.ranks[0].part(0, "it took 2 s")
+            network.deliver()
+            verb = (("has", "have"), ("does", "do"))[stopped][len(odd) > 1]
+            done = f"{verb} not {'answer' if stopped else 'joined the call of the others'}"
+            for rank in network.ranks:
+                rank.tick()
+                if rank.rank not in odd:
+                    assert f"{named} {done}: a process" in str(rank.error) and "(it took 2 s)" in str(rank.error)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_loss_in_one_direction_is_named(monkeypatch: pytest.MonkeyPatch, size: int, deferred: bool) -> None:
+    """Nothing that rank 1 sends to the next rank arrives; the other direction works."""
+    monkeypatch.setattr(comparison, "GRACE", 0.0)
+    network = Network(size, size)
+    for rank in network.ranks:
+        rank.hosts = {each: f"node-{each}" for each in (rank.rank, *rank.peers)}
+    network.lost = {(1, 2 % size)}
+    for rank in range(size):
+        if deferred:
+            network.call(rank, b"plain")
+        network.ranks[rank].contribute(b"", b'{"stage": "call"}')
+    network.deliver()
+    number = int(deferred)
+    waits = next(rank for rank in network.ranks if rank._gatherings[number].received < rank.rounds)
+    waits.part(number, "records of all ranks: not done within 3 s")
+    network.deliver()
+    for rank in network.ranks:
+        rank.tick()
+    there = f"what rank 1 on node-1 sends does not reach rank {2 % size} on node-{2 % size}: a network"
+    silent = "rank 1 on node-1 does not answer: a process"
+    told = [str(rank.error) for rank in network.ranks]
+    assert all(there in text or (silent in text and size == 2 and rank == 0) for rank, text in enumerate(told)), told
+    assert there in told[1]
+
+
+def test_messages_of_the_backend_name_hosts() -> None:
+    text = "rank 0 of 12: forward step 1: receive from rank 11, 2,097,152 bytes; look at ranks 1, 2 and 3, or rank 7"
+    hosts = {0: "a", 11: "b", 1: "a", 2: "b", 3: "b"}
+    assert add_hosts(text, hosts) == (
+        "rank 0 of 12 on a: forward step 1: receive from rank 11 on b, 2,097,152 bytes; "
+        "look at ranks 1, 2 and 3 on a, b, or rank 7"
+    )
+    assert add_hosts(text, dict.fromkeys(range(12), "a")) == text

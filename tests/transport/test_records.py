@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ringattn import CommFailure, Mismatch
 from ringattn.transport.channel import Channel
+from ringattn.transport.comparison import Comparison
 from ringattn.transport.records import VALUE, Exchange, frame, open_frame
 
 
@@ -41,8 +42,9 @@ def test_a_rank_that_is_not_reached_is_told_with_the_network() -> None:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
         store = dist.HashStore()
-        store.set("1", f"127.0.0.1 {port} {'00' * 16}")
+        store.set("1", f"127.0.0.1 {port} {'00' * 16} node-b")
         rank = object.__new__(Channel)
-        rank.rank, rank.size = 0, 2
-        with pytest.raises(CommFailure, match=f"rank 1: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME on"):
+        rank.rank, rank.size, rank.comparison = 0, 2, Comparison(0, 2, print)
+        rank.comparison.hosts[0] = "node-a"
+        with pytest.raises(CommFailure, match=f"rank 1 on node-b: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME on"):
             rank._call(store, 1, time.monotonic() + 0.3)
