@@ -131,7 +131,7 @@ class BlockDemand(ABC):
                 return group_heads([runs] * self.block_heads, self.layout.rows(owner))
             seen = (rows for run in ranks for rank in run for rows in self._seen_rows(rank, owner))
             return union(seen, self.block_heads, self.layout.rows(owner))
-        if len(self.layout.shard(owner)) > self.most_ranges:
+        if len(self.layout.shard(owner)) > MOST_RANGES:
             return self._union_of_masks(ranks, owner)
         return union(self._local_pieces(ranks, owner), self.block_heads, self.layout.rows(owner))
 
@@ -249,6 +249,9 @@ class KeyDemand(BlockDemand):
             return reach.needs(ranks, owners)
         q_rows, q_exact = self.readers.span(ranks)
         k_rows, k_exact = self.layout.span(owners)
+        if q_exact and k_exact and len(k_rows) > MOST_RANGES:  # there are too many pairs of ranges
+            pairs = ((rank, owner) for rank in ranks for owner in owners if self.layout.rows(owner))
+            return any(self._needed_bits(*pair).any() for pair in pairs)
         if not self._touch(q_rows, k_rows):
             return False
         if q_exact and k_exact:

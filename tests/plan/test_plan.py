@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,10 +15,25 @@ from hypothesis import strategies as st
 from oracle import mark_pairs
 from strategies import problems
 
-from ringattn import Causal, Documents, Full, InvalidInput, Pattern, Plan, Sinks, Window, make_plan
+from ringattn import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    InvalidInput,
+    Pattern,
+    Plan,
+    Sinks,
+    Strided,
+    Window,
+    make_plan,
+    mix,
+)
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.layout.regular import make_layout
-from ringattn.plan.demand import KeyDemand
+from ringattn.plan import demand
+from ringattn.plan.demand import MOST_RANGES, BlockDemand, KeyDemand, QueryDemand, sees_some
+from ringattn.plan.row_sets import ALL_ROWS, to_numbers
 
 SCHEDULES = ("ring", "direct", "allgather", "double_ring(1)")
 head_counts = st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)])
@@ -165,3 +182,66 @@ def test_one_rank_of_many_is_planned_without_looking_at_the_others(pattern: Patt
 def test_a_sequence_without_documents_has_a_choice() -> None:
     plan = make_plan(Documents([]), tokens=0, ranks=1, layout="auto", heads=2)
     assert plan.choice is not None and plan.messages() == 0
+
+
+MASKS = (
+    Causal() & (Window(9) | Sinks(2)),
+    Window(5, 3) | Sinks(3),
+    Causal() & (Window(4) | Strided(5)),
+    mix(Causal(), Strided(3)),
+    Dilated((8, 32), (1, 2)),
+)
+
+
+@pytest.mark.parametrize("pattern", MASKS, ids=repr)
+@pytest.mark.parametrize(("tokens", "block", "heads"), [(137, 5, (2, 1)), (170, 6, (4, 4))])
+def test_needed_rows_of_blocks_of_many_ranges(
+    pattern: Pattern, tokens: int, block: int, heads: tuple[int, int]
+) -> None:
+    """By a dense mask: what each run of ranks needs of each block, of keys and of queries."""
+    layout = make_layout(f"striped({block})", tokens=tokens, ranks=5)
+    assert len(layout.shard(4)) > MOST_RANGES
+    mask = pattern.mask(tokens, heads[0]) > 0
+    keys = KeyDemand(pattern.bind(heads[0], tokens), layout, *heads)
+    for side, seen in ((keys, mask.transpose(0, 2, 1)), (QueryDemand(keys), mask)):
+        seen = seen.reshape(side.block_heads, -1, tokens, tokens).any(1)  # [heads of the block, its rows, readers]
+        for first, stop, owner in product(range(5), range(1, 6), range(5)):
+            readers = range(first, stop)
+            wanted = np.zeros((side.block_heads, layout.rows(owner)), dtype=bool)
+            for rank in readers:
+                wanted |= seen[:, layout.positions(owner)][:, :, layout.positions(rank)].any(2)
+            found = np.zeros_like(wanted)
+            for cut in side.needed_rows((readers,), owner) if readers else ():
+                for head in range(side.block_heads):
+                    if cut is ALL_ROWS:
+                        found[:] = True
+                    elif head in cut.index:
+                        found[head, to_numbers(cut.rows_of(head))] = True
+            assert (found == wanted).all(), (side.side, readers, owner)
+            assert side.needs(readers, range(owner, owner + 1)) == bool(wanted.any())
+            assert side.needs(range(owner, owner + 1), readers) == bool(
+                seen[:, [p for rank in readers for p in layout.positions(rank)]][:, :, layout.positions(owner)].any()
+            )
+
+
+@pytest.mark.parametrize("pattern", [Causal() & (Window(1024) | Sinks(4)), Window(256) | Sinks(4)], ids=repr)
+def test_planning_sinks_on_stripes_takes_time_as_the_tokens(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of ranges are not looked at one by one, which would take four times as long for twice the tokens."""
+    looks, honest = [0], BlockDemand._needed_pieces
+
+    def counted(self: BlockDemand, *ranges: range) -> Iterator[tuple[range, range]]:
+        looks[-1] += 1
+        return honest(self, *ranges)
+
+    def seen(pattern: Pattern, q: range, keys: tuple[range, ...], heads: int) -> bool:
+        looks[-1] += 1
+        return sees_some(pattern, q, keys, heads)
+
+    monkeypatch.setattr(BlockDemand, "_needed_pieces", counted)
+    monkeypatch.setattr(demand, "sees_some", seen)
+    for tokens in (1 << 13, 1 << 14):
+        plan = make_plan(pattern, tokens=tokens, ranks=8, layout="striped(64)", schedule="ring", head_dim=64)
+        for rank in range(8):
+            plan.for_rank(rank)
+        looks.append(0)
+    assert 0 < looks[0] < looks[1] < 2.6 * looks[0]

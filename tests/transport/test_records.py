@@ -46,5 +46,5 @@ def test_a_rank_that_is_not_reached_is_told_with_the_network() -> None:
         rank = object.__new__(Channel)
         rank.rank, rank.size, rank.comparison = 0, 2, Comparison(0, 2, print)
         rank.comparison.hosts[0] = "node-a"
-        with pytest.raises(CommFailure, match=f"rank 1 on node-b: no connection to 127.0.0.1:{port} .*GLOO_SOCKET_IFNAME on"):
+        with pytest.raises(CommFailure, match=f"rank 1 on node-b: no connection to 127.0.0.1:{port} .*IFNAME on"):
             rank._call(store, 1, time.monotonic() + 0.3)
