@@ -236,7 +236,7 @@ class Generation:
     #: The digest of a step's tokens, which ranks compare; None for a prompt.
     note: str | None
     #: The largest position so far, which some ropes depend on.
-    largest: int
+    largest: Tensor
     #: For a prompt: the slots whose logits are wanted, and by rank those of them that the rank has.
     wanted: np.ndarray[Any, Any]
     kept: list[np.ndarray[Any, Any]]
@@ -339,7 +339,7 @@ def begin(
                     f"{type(model).__name__} counts positions from {ring.first}, not from 0; give position_ids="
                 )
             positions = torch.arange(first, first + tokens, device=ids.device).expand_as(ids)
-        largest = first + tokens - 1
+        largest = (positions[-3:] if positions.ndim > 2 else positions).max()  # the rope's axes, as in `digest_batch`
         past.running, past.sharded = True, False
         told = digest(ids.cpu().numpy().tobytes()).hex()
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -125,12 +126,19 @@ def _is_of_text(config: Any) -> bool:
 
 
 def rotates_by_length(module: nn.Module) -> bool:
-    """Whether the module is a rotary embedding whose frequencies depend on the largest position."""
-    kinds = getattr(module, "rope_type", "")
-    return any(
-        "dynamic" in str(kind) or kind == "longrope"
-        for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
-    )
+    """Whether the module is a rotary embedding that rotates a row otherwise if the largest position is far away."""
+    kinds = getattr(module, "rope_type", None)
+    if kinds is None or "position_ids" not in inspect.signature(module.forward).parameters:
+        return False
+    with torch.device("cpu"):  # a new module in place of one without numbers
+        lost = any(x.is_meta for x in module.buffers())
+        rope: Any = type(module)(module.config) if lost else deepcopy(module).cpu()
+        for kind in [{"layer_type": kind} for kind in kinds] if isinstance(kinds, dict) else [{}]:
+            asked = (torch.tensor([[0, 1]]), torch.tensor([[0, 1, 2**30]]))
+            near, far = (rope.forward(torch.zeros(1), position_ids=places, **kind)[0] for places in asked)
+            if not torch.allclose(near, far[..., :2, :]):
+                return True
+    return False
 
 
 def drop_positions(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,14 @@ def test_rope_by_length(run_ranks, name: str, tokens: int) -> None:  # type: ign
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize(("name", "tokens"), [("longrope", 36), ("dynamic", 40)])
+def test_rope_by_length_where_every_row_is_padded(run_ranks, name: str, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    """The length of 32 that the model was trained with is reached by places, not by positions, or by both."""
+    for found in run_ranks(cases.generations, 2, name, ["sampled"], 1, tokens, 6, timeout=120):
+        assert found["sampled"] <= MOST
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize("windows", ["shard", "copy"])
 def test_a_conversation_goes_on_with_its_cache(run_ranks, windows: str) -> None:  # type: ignore[no-untyped-def]
     for one, tokens, rows in run_ranks(cases.conversations, 2, windows, timeout=120):
