@@ -1,4 +1,4 @@
-"""Check that a parallelized transformers model matches its eager self, forward and backward, and mixes no rows."""
+"""Check that a parallelized transformers model matches itself on one rank, forward and backward, and mixes no rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much a parallelized model differs from the same model on one rank with eager attention.
+    """How much a parallelized model differs from the same model on one rank with the attention that it had before.
 
-    `logits` and `gradients` are the largest differences, relative to the largest value of the eager model. `bound` is
-    the largest difference that rounding can explain. `unseen` names what was not compared.
+    `logits` and `gradients` are the largest differences, relative to the largest value of the model on one rank.
+    `bound` is the largest difference that rounding can explain. `unseen` names what was not compared.
     """
 
     logits: float
@@ -51,10 +51,10 @@ class Agreement:
 def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreement:
     """Check that a parallelized model gives the logits and gradients that it has on one rank. Collective.
 
-    Each rank compares the ring with transformers' eager attention on two random packed documents of `tokens` tokens in
-    total: it also runs each document alone, without other ranks. For an encoder-decoder model, the encoder gets one
-    document, and the decoder two thirds of it. For a model without a head, the last hidden states are compared instead
-    of logits. `Agreement.unseen` names what is not compared. Takes memory for two copies of the gradients.
+    Each rank compares the ring with the attention the model had, such as sdpa, on two random packed documents of
+    `tokens` tokens in total: it also runs each document alone, without other ranks. For an encoder-decoder model, the
+    encoder gets one document, and the decoder two thirds of it. For a model without a head, the last hidden states are
+    compared, not logits. `Agreement.unseen` names what is not compared. Takes memory for two copies of the gradients.
 
     Raises Mismatch on every rank if logits or gradients differ by more than rounding, or if `tokens` or `seed` differ
     between ranks. Raises InvalidInput if a sliding window of W keys would not be tested because the first document has
@@ -99,7 +99,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
         gradients = _gradients(model, (local.float() * mine).sum() / tokens)
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
-        model.set_attn_implementation("eager")
+        model.set_attn_implementation(ring.before)
         for module in whole:  # the other modules are ropes that need the length of the batch
             setattr(module, STATE, None)
         parts = [_rows_of(model(ids[:, a:b], use_cache=False, **decoded)) for a, b in pairwise(borders)]
@@ -117,7 +117,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
     worst = exchange_values(transport, "check", max(result.logits, result.gradients), float)
     if not all(one <= bound for one in worst):
         raise Mismatch(
-            "the parallelized model does not compute what it computed before with eager attention; do not train it: "
+            f"the parallelized model does not compute what it computed before with {ring.before}; do not train it: "
             f"relative to the largest value, logits differ by {result.logits:.2g} and gradients by "
             f"{result.gradients:.2g}; rounding explains at most {bound:.2g}"
         )

@@ -348,8 +348,16 @@ def _attend(
                 f"{name} has a mask of its own, {tuple(mask.shape)} {mask.dtype}, which is more than padding; write it "
                 "as a Pattern"
             )
-        window, causal, chunked = mask.shape[2] - 2 or None, mask.shape[1] != 2, mask.shape[1] == 3
+        window, own, causal, chunked = mask.shape[2] - 2 or None, causal, mask.shape[1] != 2, mask.shape[1] == 3
         mask = mask[:, 0, 0] if mask.shape[3] else None
+        # What one process reads instead of the mask: flash attention always the module, sdpa where no mask is needed.
+        unmasked = ring.before == "sdpa" and mask is None and (cu_seq_lens_q is None or ring.call.whole is None)
+        if causal != own and unmasked and window is not None:
+            raise Unsupported(
+                f"{name} has is_causal={own}, which sdpa reads only in sequences shorter than its window; load the "
+                "model with attn_implementation='eager'"
+            )
+        causal = own if unmasked or "flash" in ring.before else causal
     generation = ring.call.generation
     if generation is not None:
         if not causal or unknown:
