@@ -40,8 +40,8 @@ ANSWERS = ("start_positions", "end_positions")
 #: The tensors of a batch that are cut along the tokens, and everything that the digest covers.
 OF_ROWS = ("input_ids", "attention_mask", "labels", "loss_weights", "position_ids", "token_type_ids")
 COMPARED = ("cu_seqlens", *OF_ROWS, *ANSWERS)
-#: Indices in the digest, after `COMPARED`: the number of labels of the whole batch, and its largest position.
-COUNT, LARGEST = -2, -1
+#: Indices in the digest, after `COMPARED`: the number of labels, the largest position, whether padding has positions.
+COUNT, LARGEST, HOLES = -3, -2, -1
 #: The first exchange of a model; `shard_batch` reports its errors there.
 POSITIONS = "positions of a model"
 Batch = Mapping[str, Tensor]
@@ -147,7 +147,7 @@ def shard_batch(
       ranks were given the same batch.
 
     Padding has no label (in transformers, unlike here, the last token of left padding predicts the first real token).
-    position_ids count from the first token that is not padding, and from 0 in each document.
+    position_ids count all tokens from the first one that is not padding, and from 0 in each document.
     """
     if isinstance(batch, Mapping) and "decoder_input_ids" in batch:
         return _shard_both(batch, group, layout)
@@ -162,7 +162,7 @@ def cut_rows(
 
     `alone` names the attention implementation, such as "sdpa", that one process would use. Then rows without packed
     documents get the loss that one process would compute with it. This loss includes labels on padding. If the model's
-    first position is 0, positions also count padding.
+    first position is 0, positions count all tokens, else all but those of padding, by their ids.
     """
     place = place_group(group)
     with ErrorReport(get_transport(place.group), POSITIONS):
@@ -179,7 +179,10 @@ def cut_rows(
             )
         whole = {"input_ids": tokens, **{name: x for name, x in batch.items() if name in OF_ROWS[-2:]}}
         hidden = None if alone and documents is None else mask
-        whole.setdefault("position_ids", count_positions(tokens, mask if first else hidden, documents))
+        counted = count_positions(tokens, hidden, documents)
+        if alone and first and documents is None:  # as RoBERTa counts, which skips its token of padding
+            counted = (real := tokens.ne(first - 1).long()).cumsum(-1) * real - 1
+        whole.setdefault("position_ids", counted)
         whole |= make_labels(batch, documents, shift, hidden)
         padding = mask == 0 if mask is not hidden and alone != "sdpa" else None  # rows that may attend no key
         if padding is not None and "labels" in whole and bool((whole["labels"] != NO_LABEL)[padding].any()):
@@ -298,7 +301,9 @@ def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
     numbers = [digest_tensor(whole[name].to(tokens.device)) if name in whole else none for name in COMPARED]
     count = (batch["labels"] != NO_LABEL).sum() if "labels" in batch else none
     largest = batch["position_ids"].reshape(-1, *tokens.shape)[-3:].max()  # the rope's axes, see `_find_begins`
-    return torch.stack([*numbers, count.to(tokens.device), largest.to(tokens.device)])
+    real = batch.get("attention_mask", torch.ones_like(tokens)) != 0
+    holes = (batch["position_ids"].where(real, -1).amax(-1) >= real.sum(-1)).any().long()
+    return torch.stack([*numbers, *(x.to(tokens.device) for x in (count, largest, holes))])
 
 
 def make_labels(batch: Batch, documents: Documents | None, shift: int, mask: Tensor | None) -> Tensors:
@@ -404,11 +409,10 @@ def _find_begins(batch: Batch) -> Tensor:
 
 
 def count_positions(tokens: Tensor, mask: Tensor | None, documents: Documents | None) -> Tensor:
-    """Position ids [B, N] that count from the first token of each document or row that is not padding."""
-    real = torch.ones_like(tokens) if mask is None else mask.ne(0).long()
-    counted = real.cumsum(-1)
+    """Position ids [B, N] that count all tokens from the first one of each document or row that is not padding."""
+    places, starts = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), torch.zeros_like(tokens)
     if documents is not None:
-        places = np.arange(tokens.shape[1])
-        starts = [places - count_from_borders(places, documents, row) for row in range(len(tokens))]
-        counted -= (counted - real).gather(1, torch.tensor(np.array(starts), device=tokens.device))
-    return (counted - 1).clamp(min=0)
+        counted = [count_from_borders(places[0].cpu().numpy(), documents, row) for row in range(len(tokens))]
+        starts = places - torch.tensor(np.array(counted), device=tokens.device)
+    real = places if mask is None else places.where(mask != 0, tokens.shape[1])
+    return (places - real.flip(-1).cummin(-1).values.flip(-1).gather(1, starts.long())).clamp(min=0)

@@ -43,6 +43,7 @@ from .agreement import Agreement, check, check_rows
 from .batches import (
     COUNT,
     DIGEST,
+    HOLES,
     LARGEST,
     POSITIONS,
     Collator,
@@ -599,13 +600,15 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
         numbers = [] if digest is None or known else digest[:COUNT].tolist()
         rows.mine = json.dumps([positions.shape[-1], *numbers]).encode()
     lengths = compare_batches(list(map(json.loads, rows.records)))
+    if ring.first and ring.call.whole is None and digest is not None and digest[HOLES]:
+        raise InvalidInput(f"{type(model).__name__} gives padding between tokens no position; use whole=True")
     ring.checked[:] = [kind]
     if kind[1] and has_chunks(model):
         with ErrorReport(get_transport(ring.place.group), "call"):
             places = cut_batch(ring.layout, sum(lengths), len(lengths), None).positions(dist.get_rank(ring.place.group))
             if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
                 raise Unsupported("left padding is not supported if tokens attend in chunks; set padding_side='right'")
-    if known or positions.ndim != 2 or kind[1]:
+    if known or positions.ndim != 2 or kind[1] or (ring.first and ring.call.whole is not None):
         return lengths  # with padding, positions depend on the whole mask
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
