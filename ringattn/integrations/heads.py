@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -91,6 +91,16 @@ class Sequences:
         pooled = mine.new_zeros(self.number, mine.shape[1]).index_add(0, index[chosen], mine)
         return SumOverRanks.apply(pooled, self.group).to(rows.dtype)
 
+    def unmask(self, ids: Tensor | None, cut: Layout, padding: int | None) -> Sequences:
+        """The sequences as heads of one row see them, without the mask: "last" is the last id that is not `padding`.
+
+        If all are, it is the first row. Without ids, or without `padding`, it is the last row.
+        """
+        places = torch.from_numpy(cut.positions(dist.get_rank(self.group))).to(self.index).expand_as(self.index)
+        if ids is not None and padding is not None:
+            places = places.where(ids != padding, -1 - places)
+        return replace(self, positions=places, real=torch.ones_like(self.real))
+
 
 def find_sequences(batch: Mapping[str, Tensor], group: ProcessGroup, layout: str | Layout | LayerMasks) -> Sequences:
     """Find the sequences to which the rows of this rank's shard belong; `batch` is the result of `shard_batch`."""
@@ -145,7 +155,7 @@ def pool(
 def find_pooling(model: PreTrainedModel, field: str) -> str:
     """Which rows the head of a model reads to compute `field` of its result.
 
-    - "first", "last" or "mean": the head reads the first row, the last row, or the mean of the rows.
+    - "first", "last" or "mean": the head reads the first row, the last whose id is not padding, or the mean of rows.
     - "late": the head runs on each row, and its results are averaged.
     - "rows": the head runs on each row, and its results are returned for each row.
 
@@ -154,13 +164,15 @@ def find_pooling(model: PreTrainedModel, field: str) -> str:
     """
     pooler, below = _copy(getattr(model.base_model, "pooler", None)), nn.Identity()
     head = _copy(model, {id(model.base_model): below})
-    token = 1 + max(head.config.get_text_config().pad_token_id or 0, 0)
+    head.config.get_text_config().pad_token_id = 1
 
     def run(hidden: Tensor) -> Tensor:
         pooled = None if pooler is None else pooler(hidden)
         result = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
         below.forward = lambda *args, **kwargs: result  # type: ignore[method-assign]
-        return cast(Tensor, head(input_ids=torch.full(hidden.shape[:2], token, device=hidden.device))[field])
+        ids = torch.zeros(1, hidden.shape[1], device="cpu", dtype=torch.int64)
+        ids[:, 1:][:, -1:] = 1  # of several tokens, the last one is padding
+        return cast(Tensor, head(input_ids=ids)[field])
 
     return _ask(model, f"head ({field})", run)
 
@@ -199,15 +211,15 @@ def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
 def _ask(model: PreTrainedModel, part: str, run: Callable[[Tensor], Tensor]) -> str:
     """Which of the hidden states [1, n, d] `run`, a part of a model, reads: a name as in `find_pooling`."""
     width = model.config.get_text_config().hidden_size
-    hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu")
-    words = f"{type(model).__name__} has a {part} that does not read the first, the last or the mean of the rows"
+    hidden = torch.randn(1, ASKED, width, generator=torch.Generator().manual_seed(1), device="cpu", dtype=torch.float)
+    words = f"{type(model).__name__} has a {part} that does not read the first, the last token or the mean of the rows"
     try:
         with torch.no_grad():
             whole, middle = run(hidden)[0], run(hidden.mean(1, keepdim=True))[0]
             alone = [run(row) for row in hidden.split(1, 1)]
     except FOREIGN as error:
         raise Unsupported(f"{words}: {type(error).__name__}: {error}") from error
-    known = {"first": alone[0][0], "last": alone[-1][0], "mean": middle}
+    known = {"first": alone[0][0], "last": alone[-2][0], "mean": middle}
     known |= {"late": torch.cat(alone).mean(0), "rows": torch.cat(alone, 1)[0]}
     for name, right in known.items():
         if right.shape == whole.shape and torch.allclose(right, whole, atol=1e-5):

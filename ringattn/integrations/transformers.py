@@ -485,7 +485,13 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
         taken = inspect.signature(model.forward).parameters
         kept = {name: x for name, x in kept.items() if name in taken or not name.endswith("position_ids")}
     if ring.pools or ring.pooling is not None:
-        ring.call.sequences = find_sequences(kept, ring.place.group, ring.layout)
+        cut = cut_batch(ring.layout, tokens, dist.get_world_size(ring.place.group), kept.get("cu_seq_lens_q"))
+        ring.call.sequences = sequences = find_sequences(kept, ring.place.group, ring.layout)
+        if ring.pooling == "last":
+            padding = cast("PreTrainedModel", model).config.get_text_config().pad_token_id
+            ring.call.sequences = sequences.unmask(kept.get("input_ids"), cut, padding)
+        elif ring.pooling in (None, "first", "rows") and ring.call.whole is not None and "cu_seq_lens_q" not in kept:
+            ring.call.sequences = sequences.unmask(None, cut, None)
     if ring.first:
         kept["position_ids"] = kept["position_ids"] + ring.first
     if ring.mixes:
@@ -497,7 +503,6 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
     if ring.pooling is None:
         return kept
     assert ring.call.sequences is not None
-    cut = cut_batch(ring.layout, tokens, dist.get_world_size(ring.place.group), kept.get("cu_seq_lens_q"))
     ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
     return ring.call.head.hide()
 
