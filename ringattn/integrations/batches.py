@@ -282,17 +282,17 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
 
 
 def _is_of_sequences(name: str, batch: Tensors) -> bool:
-    """Whether the batch has a tensor of this name with one entry per sequence: classes [S] or [S, classes]."""
+    """Whether the batch has a tensor of this name with one entry per sequence: classes [S], [S, 1] or [S, classes]."""
     x, tokens = batch.get(name), batch.get("input_ids")
     if not isinstance(x, Tensor) or not isinstance(tokens, Tensor) or tokens.ndim != 2:
         return False
-    return x.ndim == 1 or (x.is_floating_point() and x.ndim == 2)
+    return x.ndim < 2 or (x.ndim == 2 and (x.is_floating_point() or x.shape[1] == 1 < tokens.shape[1]))
 
 
 def digest_batch(batch: Batch, documents: Documents | None) -> Tensor:
     """Numbers by which ranks compare a whole batch, int64 [n], on the device of the batch.
 
-    They are a hash of each tensor (0 if it is absent), the number of labels, and the largest position. Because they
+    They are a hash of each tensor (0 if it is absent), and the numbers at `COUNT`, `LARGEST` and `HOLES`. Because they
     stay on the device, the host need not wait for them.
     """
     tokens = batch["input_ids"]

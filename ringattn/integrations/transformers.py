@@ -537,7 +537,8 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         )
     labels = kwargs.get("labels")
     if head is not None:
-        result, labels = head.finish(cast("PreTrainedModel", model), result), head.labels.get("labels")
+        result = head.finish(cast("PreTrainedModel", model), result)
+        labels = None if whole is not None else head.labels.get("labels")  # the loss is transformers' own then
     balance = 0.0 if routers is None else balance_routers(model, result, routers, kwargs, ring.place.group)
     if labels is not None:
         count = (labels != NO_LABEL).sum()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidInput, Unsupported
-from .batches import COUNT, DIGEST, cut_batch, cut_rows
+from .batches import ANSWERS, COUNT, DIGEST, cut_batch, cut_rows
 from .generation import CACHES
 from .ranks import GatherRows
 
@@ -86,14 +86,15 @@ def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str
             f"logits_to_keep={keep}: give the number of last rows to keep, and leave out labels and "
             "output_hidden_states"
         )
+    of_sequences = (*OWN, *ANSWERS, *["labels"] * (ring.pooling is not None))
     batch = {
         name: x
         for name, x in kwargs.items()
-        if x is not None and (name in OWN or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
+        if x is not None and (name in of_sequences or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
     }
     positions = batch.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape[-2:-1] == (1,):
-        batch["position_ids"] = positions.expand(*positions.shape[:-2], len(ids), -1)
+    if isinstance(positions, Tensor):
+        batch["position_ids"] = positions.expand(*positions.shape[:-2], len(ids), -1) - ring.first
     others = {name: x for name, x in kwargs.items() if name not in (*batch, "logits_to_keep")}
     cut = cut_rows(batch, group, ring.layout, None, ring.shift is not False, ring.before, ring.first)
     if "labels" in cut and others.get("num_items_in_batch") is None:

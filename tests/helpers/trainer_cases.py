@@ -208,18 +208,41 @@ def train_grpo(folder: str, dp: int, cp: int, steps: int, lora: bool = False) ->
     return train_trl("GRPO", rows, path, cp, settings, lora, evaluate=False, reward_funcs=reward)
 
 
-def train_loop(folder: str, dp: int, cp: int, steps: int) -> Any:
+def pad_labelled(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A padded batch with one label a sequence."""
+    batch = pad(rows)
+    return {**batch, "labels": batch["input_ids"][:, 0] % 3}
+
+
+def train_classes(folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, single: bool = True) -> Any:
+    """The Trainer of transformers, for classes of sequences, or a number for each."""
+    args = hf.TrainingArguments(**options(folder, steps, 4, dp, accumulate))
+    model = make_model("LlamaForSequenceClassification", num_labels=3 if single else 1)
+    data = {"train_dataset": make_rows(40), "eval_dataset": make_rows(8)}
+    trainer = RingTrainer(model, args, cp=cp, data_collator=pad_labelled if single else pad_numbered, **data)
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def pad_numbered(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A padded batch with one number a sequence."""
+    batch = pad_labelled(rows)
+    return {**batch, "labels": batch["labels"].float()}
+
+
+def train_loop(folder: str, dp: int, cp: int, steps: int, classes: bool = False) -> Any:
     """A loop with accelerate."""
     accelerator = RingAccelerator(cpu=True, cp=cp, gradient_accumulation_steps=2)
-    model = make_model()
+    model = make_model("LlamaForSequenceClassification", num_labels=3) if classes else make_model()
     if accelerator.mesh is not None:
         parallelize(model, accelerator.mesh["cp"], layout="zigzag", whole=True)
-    loader = torch.utils.data.DataLoader(make_rows(8 * steps), 4 // dp, collate_fn=pad)
+    loader = torch.utils.data.DataLoader(make_rows(8 * steps), 4 // dp, collate_fn=pad_labelled if classes else pad)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 3e-3), loader)
     log = []
     for batch in loader:
         with accelerator.accumulate(model):
-            labels = accelerator.reduce((batch["labels"][:, 1:] != -100).sum())
+            labels = accelerator.reduce((batch["labels"][..., not classes :] != -100).sum())
             loss = model(**batch, num_items_in_batch=labels / accelerator.num_processes).loss
             accelerator.backward(loss)
             line = {"loss": accelerator.gather(loss.detach()).mean().item(), "num_tokens": int(labels)}

@@ -17,6 +17,8 @@ GROUPS: Cases = [
     *(("sft", PACKED), ("sft", FREE), ("plain", {"data": "dispatch", **STEPS})),
     *(("sft", {"family": "hybrid", **STEPS}), ("plain", {"hybrid": True, **STEPS})),
     *((kind, STEPS) for kind in ("dpo", "grpo", "reward")),
+    *(("classes", {"accumulate": 2, "single": x, **STEPS}) for x in (True, False)),
+    ("loop", {"classes": True, **STEPS}),
 ]
 ADAPTERS: Cases = [
     ("plain", {"lora": True, "resume": True, **STEPS}),
