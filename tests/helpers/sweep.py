@@ -205,8 +205,10 @@ def make(name: str, model_type: str, **more: Any) -> Any:
         raise ValueError(f"{size:,} parameters")
     kind, config = type(empty), empty.config
     config._attn_implementation = "eager"
+    if torch.get_default_dtype() == torch.float64:  # which grouped products lack
+        config._experts_implementation = "eager"
     torch.manual_seed(1)
-    model = kind(config).float().eval()
+    model = kind(config).to(torch.get_default_dtype()).eval()
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape)
@@ -391,6 +393,8 @@ def whole_batch(model: Any, mode: str, ids: torch.Tensor) -> dict[str, torch.Ten
         batch["attention_mask"] = torch.zeros_like(ids)
         for row, start, stop in parts:
             batch["attention_mask"][row, start:stop] = 1
+        if not model.config.is_encoder_decoder:  # heads of sequences know padding by its id
+            batch["input_ids"] = ids.where(batch["attention_mask"] != 0, BY_NAME["pad_token_id"])
     return {**batch, **labels}
 
 
@@ -507,6 +511,16 @@ def one(
     return found
 
 
+def fine(rank: int, name: str) -> dict[str, str]:
+    """`one` in fp64, to `FINE`; a rank goes on in fp32."""
+    try:
+        return one(rank, name, FINE, None, torch.float64) | {
+            "made": str(next(make(name, classes()[name]).parameters()).dtype)
+        }
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def verdict(results: list[dict[str, str]]) -> str:
     """One line of what the ranks found: the worst answer first, and the modes of each."""
     modes: dict[str, set[str]] = {}
@@ -541,8 +555,9 @@ The data are [one table](support_models.csv). `CLASS(field=value)` is a class wi
 `python tests/helpers/sweep.py` makes every class of the automatic mappings tiny, with random weights, and compares it
 on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers, answers, losses
 and all gradients, to 0.2 % of the largest value. Tests hold some to 1e-5. A class whose fp32 numbers differ by more is
-run again in fp64, where 1e-6 is the bound: rounding can choose another expert. Batches are packed, padded on the left,
-padded on the right, and packed with gradient checkpointing; models with an encoder and a decoder have padded ones only.
+run again with weights in fp64, where 1e-6 is the bound: rounding can choose another expert. Batches are packed, padded
+on the left, padded on the right, and packed with gradient checkpointing; models with an encoder and a decoder have
+padded ones only.
 """
 #: The words of an answer, what comes first being served least.
 ANSWERS = {"WRONG": "wrong", "crash": "crashed", "refused": "refused", "exact": "exact", "not buildable": "not set up"}
