@@ -70,18 +70,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, answers": ("LlamaForQuestionAnswering", {}),
 }
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+SCALES = {"short_mscale": 1.0, "long_mscale": 1.5, "original_max_position_embeddings": 32}
+STILL = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
 #: Models whose rope depends on the length of the batch.
 LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (
         model,
         {
             **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 32),
-            **{"rope_parameters": {"rope_theta": 1e4, **rope}, "pad_token_id": 0},
+            **{"rope_parameters": {"rope_theta": 1e4, **rope}, "pad_token_id": 0, **STILL},
         },
     )
     for name, model, rope in (
         ("longrope", "Phi3ForCausalLM", {"rope_type": "longrope", **FACTORS}),
         ("dynamic", "LlamaForCausalLM", {"rope_type": "dynamic", "factor": 2.0}),
+        ("yarn, scaled", "PhimoeForCausalLM", {"rope_type": "yarn", "factor": 2.0, **SCALES}),
     )
 }
 #: Layouts and kinds of batches that those models are given.
@@ -220,11 +223,15 @@ TOLD: dict[str, tuple[list[int], list[int] | None, list[tuple[int, int]]]] = {
 }
 
 
-def difference(mine: torch.Tensor, model: Any, right: torch.Tensor, eager: Any) -> float:
-    """The largest difference of a loss, whose mean over the ranks is right, and of its gradients."""
+def difference(mine: torch.Tensor, model: Any, right: torch.Tensor, eager: Any, parts: bool = False) -> float:
+    """The largest difference of a loss, whose mean over the ranks is right, and of its gradients.
+
+    parts: whether some parameters may have no part in the loss.
+    """
     found = [float(mean_over_ranks(mine) - right)]
-    expected = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True)
-    for g, e in zip(torch.autograd.grad(mine, list(model.parameters())), expected, strict=True):
+    options = {"allow_unused": parts, "materialize_grads": parts}
+    expected = torch.autograd.grad(right, list(eager.parameters()), retain_graph=True, **options)
+    for g, e in zip(torch.autograd.grad(mine, list(model.parameters()), **options), expected, strict=True):
         found.append(float((mean_over_ranks(g) - e).abs().max() / (1e-3 + e.abs().max())))
     return max(map(abs, found))
 
@@ -268,6 +275,117 @@ def labelled_padding(rank: int) -> dict[str, float]:
     refused = "Unsupported: some labels belong to padding, whose outputs with attn_implementation='eager'"
     says(refused, lambda: other(**{**batch, "labels": ids}))
     says("fine", lambda: other(**batch))  # padded on the right, without labels there
+    return found
+
+
+#: Models with heads of sequences and the labels of three rows: numbers, classes, and some of several classes.
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
+    "numbers": ("LlamaForSequenceClassification", {"num_labels": 1}, {"labels": torch.tensor([0.5, -1.0, 2.0])}),
+    "classes": ("LlamaForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([3, -100, 0])}),
+    "column": ("LlamaForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([[3], [1], [0]])}),
+    "several": ("LlamaForSequenceClassification", {"num_labels": 2}, {"labels": torch.eye(3)[:, :2].double()}),
+    "first": ("BertForSequenceClassification", {"num_labels": 4}, {"labels": torch.tensor([3, 1, 0])}),
+    "mean": ("EuroBertForSequenceClassification", {"classifier_pooling": "mean"}, {"labels": torch.tensor([1, 1, 0])}),
+    "answers": (
+        *("LlamaForQuestionAnswering", {}),
+        {"start_positions": torch.tensor([0, 3, 40]), "end_positions": torch.tensor([8, 3, 5])},
+    ),
+}
+
+
+def whole_heads(rank: int) -> dict[str, float]:
+    """How far heads of sequences with whole=True are from one process, whichever padding ids and mask show.
+
+    Token 5 pads and also ends sequences, as where pad = eos. A row has nothing else.
+    """
+    found = {}
+    ids = torch.randint(6, 61, (3, 9), generator=torch.Generator().manual_seed(3))
+    right, left = (torch.arange(9) < 6).long().expand(3, -1), (torch.arange(9) >= 3).long().expand(3, -1)
+    padded = ids.masked_fill((right == 0) & (torch.arange(3) != 1)[:, None], 5)
+    batches = {
+        "plain": {"input_ids": ids},
+        "no mask": {"input_ids": padded},
+        "mask of one row": {"input_ids": padded, "attention_mask": (padded != 5).long()},
+        "ends in padding": {"input_ids": ids.masked_fill(torch.arange(9) > 4, 5), "attention_mask": right},
+        "left": {"input_ids": padded.flip(1), "attention_mask": (padded.flip(1) != 5).long()},
+        "left, other ids": {"input_ids": ids, "attention_mask": left},
+        "right, other ids": {"input_ids": ids, "attention_mask": right},
+        "nothing else": {"input_ids": ids.masked_fill(torch.arange(3)[:, None] == 0, 5)},
+    }
+    for name, (kind, settings, labels) in WHOLE.items():
+        one = make_class(kind, **{**BASE, "pad_token_id": 5, **settings}).double().eval()
+        ours = parallelize(copy.deepcopy(one), layout="zigzag", whole=True)
+        for how, batch in batches.items():
+            expected, mine = one(**batch, **labels), ours(**batch, **labels)
+            found[f"{name}, {how}"] = difference(mine.loss, ours, expected.loss, one, parts=True)
+            names = ("start_logits", "end_logits") if "answers" in name else ("logits",)
+            found[f"{name}, {how}, logits"] = largest(mine[x] - expected[x] for x in names)
+    moved = {**batches["plain"], "start_positions": labels["start_positions"] + rank, "end_positions": ids[:, 0]}
+    says("Mismatch: start_positions of the whole batch differ", lambda: ours(**moved))
+    return found
+
+
+def holes(rank: int) -> dict[str, float]:
+    """How far rows whose masks have holes are from one process, whole and cut, also where holes have other ids.
+
+    RoBERTa does not count token 1, which pads.
+    """
+    ids, found = torch.randint(6, 61, (3, 9), generator=torch.Generator().manual_seed(3)), {}
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0, 1, 0, 0], [0, 0, 1, 1, 1, 0, 1, 1, 1]])
+    weight = torch.randn(3, 9, 61, generator=torch.Generator().manual_seed(4)) * mask[..., None]
+    for name in ("Llama", "RoBERTa, positions from 2"):
+        one = make(name).double().eval()
+        whole, cut = (parallelize(copy.deepcopy(one), layout="zigzag", whole=x) for x in (True, False))
+        for how, tokens in (("other ids", ids), ("padding", ids.masked_fill(mask == 0, 1))):
+            batch = {"input_ids": tokens, "attention_mask": mask}
+            expected = (one(**batch).logits * weight).sum()
+            found[f"{name}, {how}, whole"] = difference((whole(**batch).logits * weight).sum(), whole, expected, one)
+            part = shard_batch(batch, layout="zigzag")
+            if name != "Llama":
+                says("InvalidInput: RobertaForMaskedLM gives padding between tokens no position", lambda: cut(**part))
+                if how == "other ids":
+                    continue
+                part = shard_batch({**batch, "position_ids": one_counts(tokens).clamp(min=2) - 2}, layout="zigzag")
+            mine = gather_logits(cut(**part).logits, layout="zigzag")
+            found[f"{name}, {how}, cut"] = largest([(mine - one(**batch).logits) * (weight != 0)])
+        if name != "Llama":
+            given = {"input_ids": ids, "position_ids": one_counts(ids)}
+            found[f"{name}, given"] = largest([whole(**given).logits - one(**given).logits])
+            found[f"{name}, no mask"] = largest([whole(input_ids=tokens).logits - one(input_ids=tokens).logits])
+    return found
+
+
+def one_counts(ids: torch.Tensor) -> torch.Tensor:
+    """The positions that RoBERTa gives to ids of which 1 is padding."""
+    return 1 + (ids != 1).cumsum(-1) * (ids != 1)
+
+
+def both_ways(rank: int) -> dict[str, float]:
+    """How far a model with sdpa, whose attention modules are told is_causal=False, is from one process."""
+    ids = torch.randint(6, 61, (2, 17), generator=torch.Generator().manual_seed(3))
+    weight, mask = torch.randn(2, 17, 61, generator=torch.Generator().manual_seed(4)), torch.ones_like(ids)
+    mask[0, 14:] = 0
+    causal, one = (make("Llama", attn_implementation="sdpa").double().eval() for _ in range(2))
+    for layer in one.model.layers:
+        layer.self_attn.is_causal = False
+    assert largest([causal(ids).logits - one(ids).logits]) > 1e-2
+    whole, cut = (parallelize(copy.deepcopy(one), layout="zigzag", whole=x) for x in (True, False))
+    found = {}
+    for name, more in (("plain", {}), ("padded", {"attention_mask": mask})):
+        right = (one(ids, **more).logits * weight).sum()
+        found[name] = difference((whole(input_ids=ids, **more).logits * weight).sum(), whole, right, one)
+    packed = shard_batch({"input_ids": ids}, layout="zigzag", cu_seqlens=[0, 6, 17])
+    mine = gather_logits(cut(**packed).logits, layout="zigzag")
+    found["packed"] = largest([mine - alone(one, ids, [[0, 6, 17]] * 2)])
+    check(whole)
+    agreement = check(cut)
+    found["check"] = max(agreement.logits, agreement.gradients)
+    says("Unsupported: generate: LlamaAttention has attention to later tokens", lambda: whole.generate(ids))
+    window = make("Mistral, window", attn_implementation="sdpa")
+    for layer in window.model.layers:
+        layer.self_attn.is_causal = False
+    window = parallelize(window, layout="zigzag", whole=True)
+    says("Unsupported: MistralAttention has is_causal=False, which sdpa reads only", lambda: window(input_ids=ids))
     return found
 
 

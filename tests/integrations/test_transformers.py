@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 import model_cases
 import sweep
+import torch
 import transformers
 from graph_cases import in_graphs
 from packaging.specifiers import SpecifierSet
@@ -45,6 +46,9 @@ DIFFERENCES: list[tuple[Callable[..., dict[str, float]], tuple[Any, ...], float]
     (model_cases.told_documents, (), 8 * EPS),
     (model_cases.labelled_padding, (), 8 * EPS),
     (model_cases.far_labels, (), 1e-12),
+    (model_cases.whole_heads, (), 8 * EPS),
+    (model_cases.holes, (), 8 * EPS),
+    (model_cases.both_ways, (), 8 * EPS),
     (model_cases.other_inputs, (), 1e-5),
 ]
 
@@ -104,6 +108,20 @@ def test_heads_are_those_of_sequences_alone(run_ranks: Run, name: str) -> None:
     assert sweep.verdict(run_ranks(sweep.one, 3, name, 1e-5, timeout=120)) == "exact"
 
 
+@pytest.mark.multi
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "BertForSequenceClassification"])
+def test_a_class_in_fp64_is_in_fp64(run_ranks: Run, name: str) -> None:
+    for found in run_ranks(sweep.fine, 3, name, timeout=120):
+        assert found.pop("made") == "torch.float64" and set(found.values()) == {"exact"}, found
+
+
+#: Ropes of a model with layers of two kinds, of which one kind depends on the length.
+BY_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+}
+
+
 def test_a_head_is_asked_what_it_reads() -> None:
     for family, settings, reads in (
         *(
@@ -116,6 +134,18 @@ def test_a_head_is_asked_what_it_reads() -> None:
         config = getattr(transformers, f"{family}Config")(**{**model_cases.BASE, "pad_token_id": 0, **settings})
         head = getattr(transformers, f"{family}ForSequenceClassification")(config)
         assert find_pooling(head, "logits") == reads, (family, settings)
+
+
+def test_a_rope_is_asked_whether_it_depends_on_the_length() -> None:
+    found = {
+        name: any(map(supported.rotates_by_length, model_cases.make(name).modules())) for name in model_cases.LENGTHS
+    }
+    assert found == dict.fromkeys(model_cases.LENGTHS, True)
+    with torch.device("meta"):
+        by_layer = model_cases.make("Gemma 3, hybrid", rope_parameters=BY_LAYER)
+    assert any(map(supported.rotates_by_length, by_layer.modules()))
+    plain = ("Llama", "Gemma 3, hybrid", "RoBERTa, positions from 2", "Phimoe, window of the mask")
+    assert not any(map(supported.rotates_by_length, (x for name in plain for x in model_cases.make(name).modules())))
 
 
 @pytest.mark.multi
