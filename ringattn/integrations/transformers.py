@@ -355,8 +355,7 @@ def _attend(
         unmasked = ring.before == "sdpa" and mask is None and (cu_seq_lens_q is None or ring.call.whole is None)
         if causal != own and unmasked and window is not None:
             raise Unsupported(
-                f"{name} has is_causal={own}, which sdpa reads only in sequences shorter than its window; load the "
-                "model with attn_implementation='eager'"
+                f"{name} has is_causal={own}, which sdpa reads only below its window; load it with 'eager'"
             )
         causal = own if unmasked or "flash" in ring.before else causal
     generation = ring.call.generation
