@@ -5,7 +5,6 @@ FROM python:3.12-slim AS cpu
 WORKDIR /app
 COPY pyproject.toml constraints.txt constraints-torch.txt README.md LICENSE ./
 COPY ringattn ringattn
-COPY hydra_plugins hydra_plugins
 COPY conf conf
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
         -c constraints.txt -c constraints-torch.txt . \
@@ -25,7 +24,6 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev p
     && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ringattn ringattn
-COPY hydra_plugins hydra_plugins
 COPY conf conf
 RUN torch="$(python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')" \
     && pip install --no-cache-dir -c constraints.txt "$torch" . \

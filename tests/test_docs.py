@@ -119,11 +119,14 @@ CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60,
 
 
 @pytest.mark.parametrize("way", ["build_editable", "build_wheel"])
-def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> None:
-    """The sample of the page, beside an installation of each kind; a group of the application goes before ours."""
-    page = (ROOT / "docs/command_line.md").read_text()
+def test_another_hydra_application_has_our_groups_if_it_asks(way: str, tmp_path: Path) -> None:
+    """The sample of the page, beside an installation of each kind; a group of the application goes before ours.
+
+    Without the line that asks, no option of ours is accepted.
+    """
     (sample,) = [block for block in blocks(ROOT / "docs/command_line.md", "python") if block.startswith("# app.py")]
-    (settings,) = re.findall(r"`(defaults: \[.*?\])`", page)
+    (settings,) = blocks(ROOT / "docs/command_line.md", "yaml")
+    assert settings.splitlines()[0] in " ".join((ROOT / "README.md").read_text().split())
     build = f"import hatchling.build as b; print(b.{way}({str(tmp_path)!r}))"
     pytest.importorskip("hatchling")
     done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, **CAPTURED)
@@ -134,17 +137,23 @@ def test_another_hydra_application_has_our_groups(way: str, tmp_path: Path) -> N
     (tmp_path / "boot.py").write_text(INSTALLED)
     (tmp_path / "pattern").mkdir()
     (tmp_path / "pattern" / "causal.yaml").write_text("spec: Full()\n")
+    (tmp_path / "other.py").write_text(
+        "import hydra\n@hydra.main(version_base='1.3', config_path='.')\ndef main(config): print(config)\nmain()\n"
+    )
 
-    def run(*overrides: str) -> str:
-        words = ["boot.py", str(tmp_path / "site"), "app.py", *overrides, "hydra.run.dir=."]
+    def run(*overrides: str, app: str = "app.py", status: int = 0) -> str:
+        words = ["boot.py", str(tmp_path / "site"), app, *overrides, "hydra.run.dir=."]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, **CAPTURED)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        assert done.returncode == status, done.stderr
+        return done.stderr if status else done.stdout.strip()
 
     assert run() == "(Causal() & Window(left=4095, right=0)) h100_nvlink_ib"
     assert run("pattern.left=7", "machine=l20_pcie") == "(Causal() & Window(left=7, right=0)) l20_pcie"
     assert run("pattern=causal").startswith("Full()")
+    assert run("+pattern=causal", app="other.py") == "{'pattern': {'spec': 'Full()'}}"
+    assert "Could not find 'pattern/window'" in run("+pattern=window", app="other.py", status=1)
+    assert "Could not override 'schedule'" in run("schedule=ring", app="other.py", status=1)
 
 
 #: Takes seconds of one core at most; all others run where RINGATTN_EVERY_COMMAND is set, which takes an hour.

@@ -269,7 +269,11 @@ def compose(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def store_schemas(*verbs: str) -> None:
-    """Register the settings classes of these commands (default: all) and the machine presets with Hydra."""
+    """Register with Hydra the settings classes of these commands (default: all), the machine presets and a resolver.
+
+    The resolver `${ringattn.conf:}` is the folder of ringattn's config groups, for `hydra.searchpath`.
+    """
+    import_module("omegaconf").OmegaConf.register_new_resolver("ringattn.conf", lambda: str(conf_dir()), replace=True)
     store = import_module("hydra.core.config_store").ConfigStore.instance()
     for verb in verbs or SCHEMAS:
         store.store(name=f"{verb}_schema", node=SCHEMAS[verb])
