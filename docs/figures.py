@@ -12,6 +12,7 @@ from typing import Any
 
 import ringattn as ra
 from ringattn.recurrence.runs import list_runs, plan_states
+from ringattn.text import plural
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks"
@@ -305,9 +306,8 @@ def draw_runs() -> str:
     runs = list_runs(layout)
     plan = plan_states(layout, None, 1 << 24, ra.get_machine("cpu"))
     middles = [left + unit * (run.start + run.stop) / 2 for run in runs]
-    body = [
-        text(left, 28, f"{len(runs)} runs, a scan in {len(plan.rounds)} rounds", 17, anchor="start")
-    ]
+    rounds = plural(len(plan.rounds), "round")
+    body = [text(left, 28, f"{len(runs)} runs, a scan in {rounds}", 17, anchor="start")]
     for number in range(len(plan.rounds) + 1):
         y = 48 + 76 * number
         for run in runs:
@@ -326,7 +326,7 @@ def draw_runs() -> str:
             box(x, y, 12, 12, RANK_COLORS[rank]),
             text(x + 18, y + 11, f"rank {rank}", 14, "pale", "start"),
         ]
-    height = 48 + 76 * len(plan.rounds) + 66
+    height = 48 + 76 * len(plan.rounds) + 82
     return svg(
         left * 2 + tokens * unit,
         height,

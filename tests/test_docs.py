@@ -353,22 +353,23 @@ def test_the_pages_of_a_study_and_of_advice_fit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, study = tmp_path / "advice.html", tmp_path / "study" / "report.html"
     study_words = "-m ranks=2,4,8 tokens=64k,1M pattern=causal,longnet,dilated machine=h100_nvlink_ib,gtx1080_pcie"
-    assert ringattn("simulate", *study_words.split(), "output.path=study", cwd=tmp_path).returncode == 0
+    plots = "study.plots=[stack,efficiency,memory,time,crossover]"
+    assert ringattn("simulate", *study_words.split(), plots, "output.path=study", cwd=tmp_path).returncode == 0
     config = AdviseConfig(tokens="32k", gpus=4, batch=1, output=AdviseOutputGroup(page=str(page)))
     with contextlib.redirect_stdout(io.StringIO()):
         advise.main(config)
     shown = [(each.read_text(), width) for each in (study, page) for width in WIDTHS]
     for (_, width), seen in zip(shown, found := probe_all(shown, OVERLAPS, tmp_path), strict=True):
-        assert not seen["found"] and seen["wide"] <= seen["room"] == width
+        assert not seen["found"] and seen["wide"] <= seen["room"] == width and seen["first"] < width / 2
+    assert "fill: #ffffff" not in study.read_text(), "on a dark page"
     assert all(seen["words"] > 20 and not seen["silent"] for seen in found[2:])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_words_of_figures_do_not_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    names = ("readme_figure", "textbook", "layouts", "schedules", "overlap", "memory", "crossover", "chunks")
-    module = figures()
-    drawn = "".join(f"<div>{getattr(module, f'draw_{name}')()}</div>" for name in names)
+    figures().draw_all(tmp_path)
+    drawn = "".join(f"<div>{path.read_text()}</div>" for path in (*tmp_path.glob("*.svg"), *ROOT.glob("docs/*.svg")))
     seen = probe(f"<!doctype html><title></title><body>{drawn}</body>", OVERLAPS, tmp_path, width=1280)
     assert seen["words"] > 100
     assert not seen["found"]

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+#: As root, too, and without traffic of the browser's own.
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
 #: A window cannot be as narrow as a phone, a frame can; the pages tell the window around them what they found.
 AROUND = """<!doctype html><title></title><script>const found = []; onmessage = told => {{
   found[Array.from(frames).indexOf(told.source)] = JSON.parse(told.data); document.title = JSON.stringify(found);
@@ -19,8 +24,8 @@ FRAME = '<iframe src="{name}" width="{width}" height="900" style="border: 0"></i
 #: In pixels, of a phone and of a screen.
 WIDTHS = (390, 1280)
 
-#: Words of figures that lie on each other, or reach beyond an edge; how wide the page is and may be; how many images
-#: have no alternative text.
+#: Words of figures that lie on each other, or reach beyond an edge; how wide the page is and may be, and the cells that
+#: stay in place when a table moves; how many images have no alternative text.
 OVERLAPS = """
   const found = [];
   for (const figure of document.querySelectorAll("svg")) {
@@ -38,6 +43,7 @@ OVERLAPS = """
   }
   document.title = JSON.stringify({found, words: document.querySelectorAll("text").length, room: innerWidth,
     wide: document.documentElement.scrollWidth,
+    first: Math.max(0, ...[...document.querySelectorAll("td:first-child")].map(x => x.offsetWidth)),
     silent: [...document.images, ...document.querySelectorAll("figure")].filter(x => !x.alt && !x.ariaLabel).length});
 """
 
@@ -57,7 +63,7 @@ def probe_all(pages: Sequence[tuple[str, int]], script: str, folder: Path, schem
     widest = max(width for _, width in pages)
     done = subprocess.run(
         [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={widest + 200},1000"),
+            *(BROWSER, *QUIET, f"--window-size={widest + 200},1000"),
             *("--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000"),
             *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", "--dump-dom", around.as_uri()),
         ],

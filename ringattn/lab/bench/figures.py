@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...text import duration, size
-from ..pages.figures import COLOURS, draw_lines, drawing, to_svg
+from ..pages.figures import COLOURS, draw_lines, drawing, to_svg, use_log_y
 from ..pages.pages import Plot
 from .case import BenchSuite, CaseRecord, get_summary
 
@@ -54,9 +54,8 @@ def line_name(case: CaseRecord) -> str:
 def _draw_lines(title: str, series: dict[str, list[tuple[int, float]]], show: Show) -> Plot:
     with drawing(3.2 + 0.16 * len(series)) as figure:
         axes = draw_lines(figure, series, "tokens", f"{title}, measured", log=True)
-        axes.set_yscale("log")
+        use_log_y(axes, show, 2 if show is size else 10)
         axes.xaxis.set_major_formatter(lambda count, place: size(count).rstrip("iB").replace(".0 ", ""))
-        axes.yaxis.set_major_formatter(lambda value, place: show(value))
         axes.grid(alpha=0.25)
         return Plot(title, to_svg(figure, title))
 

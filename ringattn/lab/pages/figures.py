@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, util
 from typing import Any
@@ -27,6 +28,8 @@ _SETTINGS = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.0,
+    "legend.fontsize": 7.0,
+    "legend.framealpha": 0.0,  # a page may be dark
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
 }
 
@@ -50,12 +53,26 @@ def to_svg(figure: Any, name: str) -> Markup:
     The name prefixes all ids, since several plots share a page."""
     first = figure.axes[0]
     if first.get_legend_handles_labels()[0] and not figure.legends and first.get_legend() is None:
-        figure.legend(loc="outside lower center", fontsize=7, framealpha=0.0, ncols=2)
+        figure.legend(loc="outside lower center", ncols=2)
     written = io.StringIO()
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = written.getvalue().replace(TEXT, "currentColor").replace("#000000", "currentColor")
     prefix = re.sub(r"\W+", "-", name)
     return Markup(re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", text[text.index("<svg") :]))
+
+
+def use_log_y(axes: Any, show: Callable[[float], str], base: int = 10) -> None:
+    """Give axes a log y axis, labelled by `show` at 1, 2 and 5 times each power of 10, or at powers of base 2."""
+    axes.set_yscale("log", base=base)
+    subs = (1, 2, 5) if base == 10 else (1,)
+    axes.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(base, subs))
+    axes.yaxis.set_major_formatter(lambda value, place: show(value))
+    axes.yaxis.set_minor_formatter(lambda value, place: "")
+
+
+def wrap(label: str) -> str:
+    """The label in lines so short that two labels fit side by side in a figure 7.2 inches wide."""
+    return textwrap.fill(label, 46)
 
 
 def draw_lines(
@@ -72,7 +89,7 @@ def draw_lines(
     for i, (name, points) in enumerate(series.items()):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
         style["linestyle"] = DASHES[i // (8 * len(COLOURS)) % 4] if joined else ""
-        axes.plot(*zip(*points, strict=True), label=name or None, markersize=3, **style)
+        axes.plot(*zip(*points, strict=True), label=wrap(name) or None, markersize=3, **style)
     if log:
         axes.set_xscale("log", base=2)
     axes.set(xlabel=xlabel, ylabel=ylabel)

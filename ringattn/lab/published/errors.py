@@ -152,6 +152,6 @@ def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
             ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
             panel.plot(ends, ends, color="black", linewidth=0.8)
             panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=2)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         with writing(folder / "scatter.svg") as path:
             figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

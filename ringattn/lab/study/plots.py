@@ -11,7 +11,7 @@ import numpy as np
 
 from ...cli.config.groups import check_choice
 from ...errors import InvalidInput
-from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
+from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg, use_log_y, wrap
 from ..pages.pages import Plot
 from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
 
@@ -65,11 +65,13 @@ def _draw_curves(
 ) -> bool:
     """Draw a value of the rows as lines. All _draw functions return False if no row has numbers."""
     series = {name: [(row[x], value(row)) for row in rows] for name, rows in table.series(x).items()}
-    figure.set_size_inches(7.2, 4.0 + 0.16 * -(-len(series) // 2))
+    figure.set_size_inches(7.2, 4.2 + 0.08 * sum(wrap(name).count("\n") + 1 for name in series))
     values = table.numbers(x)
     log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
     axes = draw_lines(figure, series, x, ylabel, log=log)
     axes.set(**options)
+    if axes.get_yscale() == "log":
+        use_log_y(axes, "{:g}".format)
     ticks = values[:: -(-len(values) // MOST_TICKS)]
     axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
     return bool(series)
@@ -115,9 +117,9 @@ def _draw_bars(
         ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
         axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
         axes.set_xlabel(x)
-        axes.set_title(label, fontsize=7)
+        axes.set_title(wrap(label), fontsize=7)
     figure.supylabel(ylabel, fontsize=9)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", fontsize=7, ncols=4)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4)
     figure.suptitle(title)
     return True
 
@@ -142,8 +144,8 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows], fontsize=7)
     axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
     patch = import_module("matplotlib.patches").Patch
-    handles = [patch(color=colour, label=name or "all") for colour, name in zip(colours, names, strict=True)]
-    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    handles = [patch(color=colour, label=wrap(name) or "all") for colour, name in zip(colours, names, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return True
 
 
