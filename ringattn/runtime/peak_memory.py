@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import Unsupported
 
 _MEMINFO = Path("/proc/meminfo")
+#: The control groups of this process, and where their files are.
+_GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 #: Options of glibc's mallopt, and the size in bytes from which freed blocks return to the system.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 17
@@ -57,13 +60,36 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def limits() -> Iterator[tuple[int, int]]:
+    """Of each control group above this process that limits memory (a container, a Slurm job): (limit, bytes in use).
+
+    File cache that the system would drop first is not in use.
+    """
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, most, used, cache = _MOUNT, "memory.max", "memory.current", "inactive_file "
+        elif "memory" in controllers.split(","):
+            root, most, used = _MOUNT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file "
+        else:
+            continue
+        parts = path.strip("/").split("/")
+        for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
+            if (folder / most).exists() and (limit := (folder / most).read_text().strip()) != "max":
+                lines = (folder / "memory.stat").read_text().splitlines()
+                dropped = sum(int(line.split()[1]) for line in lines if line.startswith(cache))
+                yield int(limit), int((folder / used).read_text()) - dropped
+
+
 def free() -> int | None:
-    """Bytes that programs can get now without swapping; None if the system does not report it."""
-    return _read(_MEMINFO, "MemAvailable")
+    """Bytes that this process can get now without swapping; None if the system does not report it."""
+    unused = _read(_MEMINFO, "MemAvailable")
+    return None if unused is None else max(0, min([unused, *(limit - used for limit, used in limits())]))
 
 
 def available() -> int:
-    """The bytes of memory that programs can still get without swapping; raises Unsupported if unknown."""
+    """The bytes of memory that this process can still get without swapping; raises Unsupported if unknown."""
     free_bytes = free()
     if free_bytes is None:
         raise Unsupported("this system does not report its free memory (/proc/meminfo); give chunk=, a number of rows")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ringattn import Causal, Full, OutOfMemory, Window
 from ringattn.call.arguments import computing
 from ringattn.call.autograd import Runner
 from ringattn.kernels.aten_cpu import AtenCpu
+from ringattn.runtime import peak_memory
 from ringattn.runtime.program import backward_program, forward_program
 from ringattn.simulator.timing.costs import memory
 
@@ -152,3 +154,40 @@ def test_a_multihead_keeps_what_the_functional_form_keeps_and_its_projections() 
     module = ra.nn.MultiheadBlockSparseAttention(size, 4, pattern, batch_first=True)
     weights = sum(p.nbytes for p in module.parameters())
     assert saved_bytes(lambda: module(x)) <= functional + x.nbytes + weights
+
+
+V1 = ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("", "memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("names", "groups", "limits", "wanted"),
+    [
+        (V2, "0::/job/step", {"": ("max", 9), "job": (8000, 5000), "job/step": ("max", 2000)}, 3000 + 500),
+        (V2, "0::/job/step", {"job": (1 << 40, 5000), "job/step": (2000, 1900)}, 100 + 500),
+        (V2, "0::/not/here", {"": (6000, 7000)}, 0),  # in a container: the host's path, and use beyond the limit
+        (V2, "0::/", {"": (4000, 1000)}, 3000 + 500),
+        (V1, "5:cpu:/job\n4:memory,hugetlb:/job\n0::/", {"": (1 << 62, 9), "job": (7000, 1000)}, 6000 + 500),
+        (V1, "4:memory:/job", {"job": (1 << 62, 0)}, 9000 * 1024),
+        (V2, "0::/job", {}, 9000 * 1024),
+        (V2, None, {}, 9000 * 1024),
+    ],
+)
+def test_free_memory_is_that_of_the_tightest_control_group(
+    names: tuple[str, ...], groups: str | None, limits: dict[str, tuple[object, int]], wanted: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the process and of those above it, in both versions of Linux's files; 500 bytes of it are dropped cache."""
+    root, most, used, cache = names
+    for folder, (limit, usage) in limits.items():
+        (at := tmp_path / "mount" / root / folder).mkdir(parents=True, exist_ok=True)
+        (at / most).write_text(f"{limit}\n")
+        (at / used).write_text(f"{usage}\n")
+        (at / "memory.stat").write_text(f"anon 7\n{cache} 500\n{cache}_x 9\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9500 kB\nMemAvailable: 9000 kB\n")
+    if groups is not None:
+        (tmp_path / "cgroup").write_text(groups + "\n")
+    monkeypatch.setattr(peak_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(peak_memory, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(peak_memory, "_MOUNT", tmp_path / "mount")
+    assert peak_memory.free() == peak_memory.available() == wanted

@@ -381,10 +381,11 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def describe_host() -> dict[str, Any]:
     """The hardware, versions, commit and date to record with a measurement."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": min([size, *(limit for limit, _ in peak_memory.limits())]),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
