@@ -36,7 +36,7 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
-from .text import did_you_mean
+from .text import did_you_mean, shown
 
 #: Block-sparse patterns by name, each called with block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
@@ -161,7 +161,7 @@ def create_block_sparse_attention(
     """
     density = _read_density(options, density)
     if variant not in VARIANTS:
-        raise InvalidInput(f"variant={variant!r}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
+        raise InvalidInput(f"variant={shown(variant)}: {did_you_mean(variant, VARIANTS)}expected {', '.join(VARIANTS)}")
     place = _place("auto", ring_size)
     if variant == "adaptive":
         if density is not None or "k" not in options:
@@ -182,7 +182,7 @@ def create_block_sparse_attention(
         pattern = "hierarchical"
     chosen = _find_pattern("local_window" if pattern is None else pattern, density, block)
     if segment_lengths is not None or dilation_rates is not None:
-        chosen = chosen | Dilated(tuple(segment_lengths or ()), tuple(dilation_rates or ()), mix="union")
+        chosen = chosen | Dilated(segment_lengths or (), dilation_rates or (), mix="union")
     chosen = chosen & Causal() if causal else chosen
     if variant == "multihead":
         _require_options(options, "embed_dim", "num_heads")
@@ -218,8 +218,8 @@ def BlockSparseAdaptive(
 
 def get_block_sparse_preset(name: str) -> Pattern:
     """The pattern called `name` in PRESETS, for `create_block_sparse_attention(pattern=...)`."""
-    if name not in PRESETS:
-        raise InvalidInput(f"preset {name!r}: {did_you_mean(name, PRESETS)}expected one of {', '.join(PRESETS)}")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise InvalidInput(f"preset {shown(name)}: {did_you_mean(name, PRESETS)}expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -234,7 +234,7 @@ def _find_pattern(pattern: str | Pattern, density: float | None, block: int | No
     if preset is not None and density is None and block is None:
         return preset
     if not isinstance(pattern, str) or (preset is not None and pattern not in FAMILIES):
-        raise InvalidInput(f"pattern={pattern!r} has its own blocks and density; leave out block= and density=")
+        raise InvalidInput(f"pattern={shown(pattern)} has its own blocks and density; leave out block= and density=")
     if pattern not in FAMILIES:
         names = [*FAMILIES, *PRESETS]
         raise InvalidInput(f"pattern={pattern!r}: {did_you_mean(pattern, names)}expected one of {', '.join(names)}")
@@ -245,7 +245,7 @@ def _place(name: str, ring_size: int | None) -> dict[str, Any]:
     """The options of `RingAttention` that decide where a module of this name runs: group=, ranks= or none."""
     if name not in (*ONE_DEVICE, *RING, "auto"):
         names = [*ONE_DEVICE, *RING, "auto", *BLOCK_SPARSE]
-        raise InvalidInput(f"unknown attention {name!r}; {did_you_mean(name, names)}expected {', '.join(names)}")
+        raise InvalidInput(f"unknown attention {shown(name)}; {did_you_mean(name, names)}expected {', '.join(names)}")
     distributed = dist.is_available() and dist.is_initialized()
     if name in ONE_DEVICE and ring_size not in (None, 1):
         raise InvalidInput(f"ring_size={ring_size}: {name!r} runs on one device; try the name 'ring'")

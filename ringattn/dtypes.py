@@ -1,8 +1,15 @@
-"""Names and item sizes of the supported dtypes, and conversion of NumPy's numbers, without importing torch."""
+"""Names and item sizes of the supported dtypes, and types of arguments, without importing torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from types import NoneType
+
 import numpy as np
+
+from .errors import InvalidInput
+from .text import shown
 
 #: Bytes per number of each dtype that q, k and v may have.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -10,7 +17,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def dtype_name(dtype: object) -> str:
     """The name of `dtype` without "torch.": "float32" for torch.float32, "torch.float32" and "float32"."""
-    return str(dtype).strip().removeprefix("torch.")
+    return (shown(dtype) if isinstance(dtype, list | dict | int) else str(dtype)).strip().removeprefix("torch.")
 
 
 def take_numbers(options: object) -> None:
@@ -21,3 +28,21 @@ def take_numbers(options: object) -> None:
     for name, value in vars(options).items():
         if isinstance(value, np.generic):
             object.__setattr__(options, name, value.item())
+
+
+def check_type(name: str, value: object, annotation: str) -> None:
+    """Raise InvalidInput unless the value has one of the types in the annotation, such as "Sequence | int | None"."""
+    if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes a type's hash for its values'
+        hint = f"; try {name}={name}.item()" if hasattr(value, "item") else ""
+        raise InvalidInput(f"{name}={shown(value)}: expected {annotation}{hint}")
+
+
+@lru_cache(maxsize=256)
+def _has_type(kind: type, annotation: str) -> bool:
+    """Whether `kind` is a type in the annotation. Compares names, as few calls load Machine and Dropout."""
+    expected = {name.rpartition(".")[2] for name in annotation.split(" | ")}
+    if kind is bool:  # a subclass of int, which does not pass for a number here
+        return "bool" in expected
+    found = {"None" if base is NoneType else base.__name__ for base in kind.__mro__}
+    sequence = "Sequence" in expected and issubclass(kind, Sequence) and not issubclass(kind, str | bytes)
+    return bool(expected & found) or ("float" in expected and "int" in found) or sequence

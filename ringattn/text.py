@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 
 #: Units of long durations: name, seconds per unit, and the number of units from which the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -92,9 +96,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
+def shown(value: object) -> str:
+    """`repr(value)` for a message: in one line, cut where it is long or nested deep."""
+    if isinstance(value, int) and value.bit_length() > 400:  # Python refuses to print the longest
+        return f"a number of {value.bit_length()} bits"
+    return " ".join(_SHORT.repr(value).split())
+
+
 def did_you_mean(name: object, options: Iterable[str]) -> str:
     """The hint "did you mean 'x'? " for the option most similar to a wrong name; empty if there is none."""
-    options = list(options)
+    options, name = list(options), name if isinstance(name, str) else ""
     of_kind = [option for option in options if option.endswith(f":{name}")]  # "aten_cuda:flash" of "flash"
     begun = [option for option in options if len(str(name)) > 2 and option.startswith(str(name))]  # "h100"
     matches = of_kind or difflib.get_close_matches(str(name), options, n=1) or begun

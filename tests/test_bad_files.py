@@ -23,12 +23,14 @@ from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.inputs import open_source
 from ringattn.errors import InvalidInput, RingAttentionError
 from ringattn.lab.bench.records import FORMAT, read_results
+from ringattn.lab.bench.report import write_index
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode
 from ringattn.lab.models.parallel import Parallel
 from ringattn.lab.pages.journal import read_journal, write_line
 from ringattn.machine.file import read_machine, write_machine
 from ringattn.machine.presets import get_machine
+from ringattn.simulator.numerics import numerics
 
 #: Changed files of each loader.
 CHANGED = 30
@@ -39,6 +41,8 @@ VALUES: tuple[Any, ...] = (
     *([1], {"a": 1}, ["x", None], DEEP, "9" * 400, "\x00", "\ud800"),
 )
 PLAN = ra.make_plan(ra.Causal(), tokens=256, ranks=4, schedule="ring", layout="balanced(16)")
+SMALL = ra.make_plan(ra.Causal(), tokens=16, ranks=2, head_dim=8)
+SUMMARY = {"study": "sweep", "date": "2026-11-29", "counts": {"ok": 3, "refused": 0}, "rows": [{"ranks": 2}]}
 MODEL = {
     "model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 100, "sliding_window": 16,
@@ -59,12 +63,24 @@ def use_model(path: Path) -> None:
     decode(model, get_machine("h100_nvlink_ib"), 1024, Parallel(rows=2))
 
 
+def use_summary(path: Path) -> None:
+    """The line of an index says what is wrong with a study; the others are listed all the same."""
+    (folder := path.parent / "study").mkdir(exist_ok=True)
+    (folder / "summary.json").write_bytes(path.read_bytes())
+    lines = write_index(path.parent)[0].read_text().splitlines()
+    for line in (line for line in lines if "results=" in line):
+        assert line.startswith("| study | any |") and line.endswith("| [summary.json](study/summary.json) |")
+        raise InvalidInput(line)
+
+
 #: By kind of file: its suffix, and what reads and uses it.
 LOADERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "machine": (".yaml", use_machine),
     "model": (".json", use_model),
     "plan": (".json", lambda path: ra.Plan.from_json(path.read_bytes().decode(errors="surrogateescape")).messages(0)),
     "journal": (".jsonl", read_journal),
+    "state": (".json", lambda path: numerics(SMALL, state=path, mode="all")),
+    "summary": (".json", use_summary),
     "results": (".jsonl", read_results),
     "config": (".yaml", load_config),
     "npz": (".npz", lambda path: open_source(RunConfig(input=InputGroup("file", str(path)))).rows("q", range(2))),
@@ -82,8 +98,11 @@ def make(kind: str, folder: Path) -> bytes:
     elif kind in ("journal", "results"):
         head = {"format": FORMAT, "machine": {"source": "a"}}
         path.write_bytes(b"".join(map(write_line, (head, {"key": "x", "x": [1.5]}, {"key": "y", "x": {"a": 1}}))))
+    elif kind == "state":
+        numerics(SMALL, state=path, mode="all")
     else:
         return {
+            "summary": json.dumps(SUMMARY).encode(),
             "model": json.dumps(MODEL).encode(),
             "plan": PLAN.to_json().encode(),
             "config": (conf_dir() / "simulate.yaml").read_bytes(),

@@ -6,15 +6,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..dtypes import ITEM_BYTES, dtype_name, take_numbers
+from ..dtypes import ITEM_BYTES, check_type, dtype_name, take_numbers
 from ..errors import InvalidInput
 from ..kernels.base import is_dense, kind_of
 from ..runtime.memory import out_of_memory
@@ -102,23 +99,6 @@ class AttentionOptions:
 
 #: Names of the options, in the order of the fields.
 OPTION_NAMES = tuple(AttentionKeywords.__annotations__)
-
-
-def check_type(name: str, value: object, annotation: str) -> None:
-    """Raise InvalidInput unless the value has one of the types in the annotation."""
-    if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes a type's hash for its values'
-        hint = f"; try {name}={name}.item()" if isinstance(value, Tensor | np.ndarray) else ""
-        raise InvalidInput(f"{name}={' '.join(repr(value).split())}: expected {annotation}{hint}")
-
-
-@lru_cache(maxsize=256)
-def _has_type(kind: type, annotation: str) -> bool:
-    """Whether `kind` is a type in the annotation. Compares names, as few calls load Machine and Dropout."""
-    expected = {name.rpartition(".")[2] for name in annotation.split(" | ")}
-    if kind is bool:  # a subclass of int, which does not pass for a number here
-        return "bool" in expected
-    found = {"None" if base is NoneType else base.__name__ for base in kind.__mro__}
-    return bool(expected & found) or ("float" in expected and "int" in found)
 
 
 def check_option_names(given: Iterable[str], names: Iterable[str]) -> None:

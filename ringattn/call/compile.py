@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, cached
-from ..dtypes import dtype_name
+from ..dtypes import check_type, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import Kernel, positive
@@ -30,7 +30,6 @@ from .arguments import (
     check_option_names,
     check_sinks,
     check_tensors,
-    check_type,
     looks_swapped,
     read_dropout,
 )
@@ -213,7 +212,7 @@ def _compile(
             "layout=None: the rows of a shard do not show how the sequence was cut; give the Layout that cut the "
             "sequence, or its name, such as layout='zigzag'"
         )
-    for name, value in (("layout", layout), ("q_layout", q_layout or layout)):
+    for name, value in (("layout", layout), ("q_layout", layout if q_layout is None else q_layout)):
         check_layout(value, name)
     layout = layout_name(layout) if isinstance(layout, str) else layout
     if isinstance(q_layout, str):

@@ -11,10 +11,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
+from ..dtypes import check_type
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Pattern
 from ..pattern.base import check_integer
+from ..text import shown
 from ..transport.base import Program, drive
 from ..transport.records import ErrorReport
 from ..transport.virtual import VirtualRanks
@@ -191,7 +193,7 @@ def virtual_attention(
     True for padding. `sinks`, `options`, dtypes and errors are as in `ring_attention`.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
-        raise InvalidInput(f"ranks must be an integer >= 1, got {ranks!r}")
+        raise InvalidInput(f"ranks must be an integer >= 1, got {shown(ranks)}")
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
@@ -256,8 +258,8 @@ def attention(
         for name, value in (("chunk", chunk), ("device", device)):
             if value is not None:
                 raise InvalidInput(
-                    f"{name}={value} needs offload='host': without it, attention is computed on the device of the "
-                    f"tensors; leave out {name}=, or add offload='host'"
+                    f"{name}={shown(value)} needs offload='host': without it, attention is computed on the device of "
+                    f"the tensors; leave out {name}=, or add offload='host'"
                 )
         return virtual_attention(
             q, k, v, pattern,
@@ -268,7 +270,7 @@ def attention(
         raise InvalidInput(f"first={first}: with offload= the queries are at the positions of the keys; leave out one")
     if offload != "host":
         raise InvalidInput(
-            f"offload={offload!r}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
+            f"offload={shown(offload)}: expected 'host'. Tensors that are mapped from a file are host tensors, too; "
             "`ringattn run offload=disk` reads and writes files"
         )
     from .offload import check_chunk, get_device, make_offload  # few programs offload
@@ -305,6 +307,7 @@ def get_transport(
     if transport is not None:
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already gives the ranks; leave out group= and mesh=")
+        check_type("transport", transport, "Transport")
         return transport
     from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group
 

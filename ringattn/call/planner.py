@@ -13,6 +13,7 @@ from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan, arrange, bind_sides
 from ..plan.schedules import resolve, takes_node
 from ..plan.steps import PlanSizes
+from ..text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -196,8 +197,8 @@ def _make_sides(
     """The layouts of the keys and of queries at other positions. Raises InvalidInput."""
     if q_layout is None:
         raise InvalidInput(
-            f"q_tokens={q_tokens}: the positions of the queries are unknown; give q_layout='contiguous' (from 0 on) or "
-            "q_layout='shifted(contiguous, first)'"
+            f"q_tokens={shown(q_tokens)}: the positions of the queries are unknown; give q_layout='contiguous' (from 0 "
+            "on) or q_layout='shifted(contiguous, first)'"
         )
     if isinstance(q_layout, str):
         q_layout = q_layout.replace("auto", layout if isinstance(layout, str) else layout.name)

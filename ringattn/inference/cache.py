@@ -17,6 +17,7 @@ from ..call.arguments import cast_inputs, check_option_names, computing
 from ..call.compile import CompiledCall, compile_call
 from ..call.functional import find_ranks, ring_attention, run_programs, virtual_attention
 from ..call.handshake import LIMIT
+from ..dtypes import check_type
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels.base import as_dtype, wide
 from ..layout import Layout, nonempty
@@ -29,7 +30,7 @@ from ..pattern.tile import clip, find_runs, shift_range
 from ..pattern.views import Shifts
 from ..plan.row_sets import Ranges
 from ..runtime.softmax import merge_sinks_
-from ..text import plural
+from ..text import plural, shown
 from ..transport.base import TAG_BITS, Program, Tags
 from ..transport.records import FINGERPRINT_BYTES, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import VirtualRanks
@@ -105,6 +106,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         layers, self.page = check_integer(layers, "layers", 1, "layers=32"), check_integer(page, "page", 1, "page=64")
+        check_type("patterns", patterns, "Pattern | str | Sequence")
         of_layers = [patterns] * layers if isinstance(patterns, Pattern | str) else [*patterns]
         if len(of_layers) != layers:
             raise InvalidInput(
@@ -112,9 +114,9 @@ class KVCache:
             )
         for name, value, names in (("merge", merge, MERGES), ("windows", windows, WINDOWS)):
             if value not in names:
-                raise InvalidInput(f"{name}={value!r}: expected one of {', '.join(names)}")
+                raise InvalidInput(f"{name}={shown(value)}: expected one of {', '.join(names)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InvalidInput(f"dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.bfloat16")
+            raise InvalidInput(f"dtype={shown(dtype)}: expected a floating-point torch.dtype, such as torch.bfloat16")
         self.patterns = tuple(map(as_pattern, of_layers))
         self.layout, self.merge, self.windows, self.dtype = layout, merge, windows, dtype
         self.max_tokens = None if max_tokens is None else check_integer(max_tokens, "max_tokens", 1, "max_tokens=4096")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..dtypes import take_numbers
 from ..errors import InvalidInput
+from ..text import shown
 
 #: Seeds are below this: they travel as 8 bytes, and torch's integers are signed.
 SEEDS = 1 << 63
@@ -42,11 +43,13 @@ class Dropout:
     def __post_init__(self) -> None:
         take_numbers(self)
         if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0 <= self.p < 1:
-            raise InvalidInput(f"dropout must be a number p with 0 <= p < 1, or ringattn.Dropout(p), got {self.p!r}")
+            raise InvalidInput(
+                f"dropout must be a number p with 0 <= p < 1, or ringattn.Dropout(p), got {shown(self.p)}"
+            )
         if self.seed is None:
             return
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEEDS:
-            raise InvalidInput(f"the seed of dropout must be an integer from 0 to 2^63 - 1, got {self.seed!r}")
+            raise InvalidInput(f"the seed of dropout must be an integer from 0 to 2^63 - 1, got {shown(self.seed)}")
 
     def __bool__(self) -> bool:
         return self.p > 0

@@ -26,6 +26,14 @@ MAX_RANGES = 16
 MOST = 1 << 61
 
 
+def check_sizes(tokens: object, ranks: object) -> dict[str, int]:
+    """The sizes of a layout as keywords. Raises InvalidInput for anything but integers in their range."""
+    return {
+        "tokens": check_integer(tokens, "layout: tokens", 0, "tokens=4096"),
+        "ranks": check_integer(ranks, "layout: ranks", 1, "ranks=8"),
+    }
+
+
 @dataclass(frozen=True)
 class Layout(Numbered, ABC):
     """A partition of the positions 0 .. tokens-1 over `ranks` ranks: each rank owns a shard of the sequence.
@@ -39,10 +47,7 @@ class Layout(Numbered, ABC):
     ranks: int
 
     def __post_init__(self) -> None:
-        self._normalize(
-            tokens=check_integer(self.tokens, "layout: tokens", 0, "tokens=4096"),
-            ranks=check_integer(self.ranks, "layout: ranks", 1, "ranks=8"),
-        )
+        self._normalize(**check_sizes(self.tokens, self.ranks))
         self._check_most(self.tokens, self.ranks)
 
     def _check_most(self, *numbers: int) -> None:

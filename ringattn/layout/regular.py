@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from ..cache import Cache, cached
+from ..dtypes import check_type
 from ..errors import InvalidInput
 from ..pattern import Pattern, as_pattern
 from ..pattern.base import check_integer
 from ..pattern.tile import merge_runs
-from ..text import did_you_mean, shorten
+from ..text import did_you_mean, shown
 from . import MAX_RANGES as MAX_RANGES
 from . import Layout as Layout
-from . import nonempty
+from . import check_sizes, nonempty
 from .packing import BOUND_OF_ONE, pack
 
 #: The default layout of plans, whole tensors and the command line. Calls on shards have no default, because a wrong
@@ -199,8 +200,7 @@ def check_layout(layout: object, name: str = "layout") -> None:
     """Raise InvalidInput unless `layout`, the argument called `name`, is a Layout or text."""
     if not isinstance(layout, str | Layout):
         raise InvalidInput(
-            f"{name}={shorten(repr(layout), 100)}: expected a Layout, or its name, such as 'zigzag' or "
-            "'shifted(zigzag, 1000)'"
+            f"{name}={shown(layout)}: expected a Layout, or its name, such as 'zigzag' or 'shifted(zigzag, 1000)'"
         )
 
 
@@ -269,10 +269,13 @@ def read_masks(
 
     Raises InvalidInput for weights that do not fit the patterns.
     """
+    check_type("patterns", patterns, "Sequence")
+    check_type("weights", weights, "Sequence | ndarray | None")
     weights = [1] * len(patterns) if weights is None else weights
-    if len(weights) != len(patterns) or not any(weights) or any(weight < 0 or weight % 1 for weight in weights):
+    whole = all(isinstance(weight, int | float | np.number) and weight >= 0 == weight % 1 for weight in weights)
+    if len(weights) != len(patterns) or not whole or not any(weights):
         raise InvalidInput(
-            f"patterns={shorten(repr(patterns), 100)} with weights={weights}: give a list of patterns and the number "
+            f"patterns={shown(patterns)} with weights={shown(weights)}: give a list of patterns and the number "
             "of layers of each, such as patterns=['Causal() & Window(1023)', 'Causal()'], weights=[5, 1]"
         )
     return tuple((as_pattern(pattern), int(weight)) for pattern, weight in zip(patterns, weights, strict=True))
@@ -309,6 +312,8 @@ def make_layout(
     Raises InvalidInput for an unknown name, for tokens < 0 or ranks < 1, for "balanced" without a pattern, for weights
     that do not fit, for "auto" (which only `make_plan` and `make_plans` resolve), and for a Layout with other sizes.
     """
+    sizes = check_sizes(tokens, ranks)
+    tokens, ranks = sizes["tokens"], sizes["ranks"]
     if isinstance(name, Layout):
         if (name.tokens, name.ranks) != (tokens, ranks):
             raise InvalidInput(
@@ -365,12 +370,13 @@ class Balanced(Layout):
         self._normalize(runs=tuple(next(same_owner) for _, same_owner in joined))
         firsts = [first for first, _ in self.runs]
         last = (self.tokens - 1) // self.chunk
-        shown = shorten(repr(self.runs), 100)
         ascending = all(a < b for a, b in pairwise(firsts))
         if firsts[:1] != [0][: self.tokens] or not ascending or firsts[-1:] > [last]:
-            raise InvalidInput(f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got {shown}")
+            raise InvalidInput(
+                f"balanced: the runs must begin at chunk 0, ascend and end by chunk {last}, got {shown(self.runs)}"
+            )
         if not all(0 <= owner < self.ranks for _, owner in self.runs):
-            raise InvalidInput(f"balanced: owners must be ranks 0 .. {self.ranks - 1}, got {shown}")
+            raise InvalidInput(f"balanced: owners must be ranks 0 .. {self.ranks - 1}, got {shown(self.runs)}")
 
     __hash__ = Layout.kept_hash  # every call looks up its plan by layout
 

@@ -14,7 +14,7 @@ from msgspec import Meta, ValidationError, convert
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import Count, Positive, check_fields, load
-from ..text import did_you_mean, shorten
+from ..text import did_you_mean, shown
 from .kernel_times import KernelRates, KernelTimes
 
 #: Where a number comes from: a document, a fit to published measurements, a guess, or a measurement.
@@ -96,8 +96,7 @@ class MachineNumber:
             allowed = words[self.python_type] + (", or None" if self.may_be_none else "")
             example = str(self.example) if self.python_type is bool else f"{self.example:g}"
             raise InvalidInput(
-                f"machine: {name}={shorten(repr(value), 60)} must be {allowed}; {name} is {self.help}; try "
-                f"{name}={example}"
+                f"machine: {name}={shown(value)} must be {allowed}; {name} is {self.help}; try {name}={example}"
             ) from None
 
     @property

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ..errors import InvalidInput
 from ..files import load
-from ..text import did_you_mean
+from ..text import did_you_mean, shown
 from .kernel_times import KernelRates
 from .machine import Machine
 
@@ -96,7 +96,7 @@ def get_machine(machine: Machine | str | None, device: str = "cpu") -> Machine:
     name, named, library = machine.partition("/") if isinstance(machine, str) else ("", "", "")
     if name not in MACHINES:
         raise InvalidInput(
-            f"unknown machine {machine!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or a "
+            f"unknown machine {shown(machine)}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or a "
             "Machine such as ringattn.Machine(flops=5e10, latency=1e-4, bandwidth=1.5e9)"
         )
     return PRESETS[name].machine(name, library) if named else MACHINES[name]

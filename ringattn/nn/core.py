@@ -285,7 +285,7 @@ class DilatedAttention(RingAttention):
         causal: bool = False,
         **options: Unpack[CoreKeywords],
     ) -> None:
-        pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates), causal=causal, mix=mix, offsets=offsets)
+        pattern = Dilated(segment_lengths, dilation_rates, causal=causal, mix=mix, offsets=offsets)
         super().__init__(pattern, **options)
 
 

@@ -17,7 +17,7 @@ from ..call.arguments import check_option_names
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
 from ..pattern import Pattern
-from ..text import did_you_mean
+from ..text import did_you_mean, shown
 from .adaptive import AdaptiveAttention
 from .core import DilatedAttention, RingAttention, check_kv_heads, option_names
 
@@ -318,7 +318,7 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int) -> None:
     """Raise InvalidInput unless num_heads divides embed_dim and kv_heads divides num_heads."""
     for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kv_heads", kv_heads)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidInput(f"{name} must be an integer, got {value!r}")
+            raise InvalidInput(f"{name} must be an integer, got {shown(value)}")
     if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
         raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {num_heads}")
     check_kv_heads(num_heads, kv_heads)

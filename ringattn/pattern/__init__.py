@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from ..registry import Registry
-from ..text import shorten
+from ..text import shorten, shown
 from .base import Mix as Mix
 from .base import Pattern as Pattern
 from .base import mix as mix
@@ -92,5 +92,5 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
     if isinstance(pattern, str):
         return parse_pattern(pattern)
     if not isinstance(pattern, Pattern):
-        raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), or its text, got {pattern!r}")
+        raise InvalidInput(f"pattern must be a ringattn pattern such as Causal(), or its text, got {shown(pattern)}")
     return pattern

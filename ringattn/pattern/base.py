@@ -13,6 +13,7 @@ import numpy as np
 
 from ..cache import Numbered
 from ..errors import InvalidInput
+from ..text import shown
 from .tile import Tile, intersect_tiles, make_tile, subtract_tile
 
 ONE_HEAD = range(1)
@@ -33,7 +34,7 @@ def check_integer(value: object, name: str, least: int, example: str) -> int:
     bound. The error message quotes `name` and `example`.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise InvalidInput(f"{name}={value!r} must be an integer >= {least}; try {example}")
+        raise InvalidInput(f"{name}={shown(value)} must be an integer >= {least}; try {example}")
     return min(int(value), FAR)
 
 
@@ -234,7 +235,9 @@ def pairs_once(
 
 def _check_pattern(value: object, operation: str) -> Pattern:
     if not isinstance(value, Pattern):
-        raise InvalidInput(f"{operation} combines two patterns, got {type(value).__name__} {value!r}; try Causal()")
+        raise InvalidInput(
+            f"{operation} combines two patterns, got {type(value).__name__} {shown(value)}; try Causal()"
+        )
     return value
 
 

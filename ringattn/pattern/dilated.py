@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -10,7 +10,7 @@ from math import lcm
 import numpy as np
 
 from ..errors import InvalidInput
-from ..text import did_you_mean
+from ..text import did_you_mean, shown
 from .base import ONE_HEAD, Pattern, check_integer, pairs_once
 from .tile import Tile, intersect, make_tile
 
@@ -42,8 +42,8 @@ class Dilated(Pattern):
     for unknown options.
     """
 
-    segments: tuple[int, ...] = SEGMENTS
-    rates: tuple[int, ...] = RATES
+    segments: Sequence[int] = SEGMENTS
+    rates: Sequence[int] = RATES
     causal: bool = False
     mix: str = "lse"
     offsets: str | None = None
@@ -63,7 +63,7 @@ class Dilated(Pattern):
             value = getattr(self, name)
             if value not in options:
                 hint = did_you_mean(value, options)
-                raise InvalidInput(f"Dilated: {name}={value!r}; {hint}expected {' or '.join(map(repr, options))}")
+                raise InvalidInput(f"Dilated: {name}={shown(value)}; {hint}expected {' or '.join(map(repr, options))}")
         if self.mix == "group" and self.offsets == "per_head":
             raise InvalidInput("Dilated: mix='group' has one offset per group; leave out offsets='per_head'")
 
@@ -164,6 +164,6 @@ class Dilated(Pattern):
 def _check_integers(name: str, source: object) -> tuple[int, ...]:
     """The integers >= 1 of a list, tuple or one-dimensional NumPy array, as Python ints."""
     values = source.tolist() if isinstance(source, np.ndarray) else source
-    if not isinstance(values, list | tuple) or not values:
-        raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {values!r}; try {name}=(2, 4)")
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
+        raise InvalidInput(f"Dilated: {name} must be a list of integers >= 1, got {shown(values)}; try {name}=(2, 4)")
     return tuple(check_integer(value, f"Dilated: a value of {name}", 1, f"{name}=(2, 4)") for value in values)

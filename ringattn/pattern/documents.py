@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..errors import InvalidInput
-from ..text import shorten
+from ..text import shorten, shown
 from .base import FAR, ONE_HEAD, And, Pattern, Position, Run, Side, check_integer
 from .tile import Tile, clip, make_tile
 
@@ -204,7 +204,7 @@ def _read_rows(source: Any, cumulative: bool | None) -> list[tuple[int, ...]]:
 def _read_lengths(values: object, cumulative: bool | None) -> tuple[int, ...]:
     """The lengths in a list or tuple. If `cumulative` is None, values that begin with 0 are read as cu_seqlens."""
     if not isinstance(values, list | tuple):
-        raise InvalidInput(f"Documents({values!r}): give the list of lengths; try {EXAMPLE}")
+        raise InvalidInput(f"Documents({shown(values)}): give the list of lengths; try {EXAMPLE}")
     hint = f"{EXAMPLE}, or a one-dimensional tensor of integers"
     # There may be a million lengths: plain ints, the usual case, are checked without a function call.
     numbers = tuple(

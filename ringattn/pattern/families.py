@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import InvalidInput
+from ..text import shown
 from .base import check_integer
 from .block_table import BlockTable
 from .tile import Tile, ceil_div, clip, join_runs
@@ -46,7 +47,7 @@ class Family(BlockTable):
             width = getattr(self, self.width_field)
             if width is not None:
                 raise InvalidInput(
-                    f"{self.spelling}: {self.width_field}={width!r} and density={self.density!r}; give one"
+                    f"{self.spelling}: {self.width_field}={shown(width)} and density={shown(self.density)}; give one"
                 )
             self._normalize(density=check_density(self.density, self.spelling))
         elif getattr(self, self.width_field) is None:
@@ -97,7 +98,7 @@ class Family(BlockTable):
 def check_density(density: object, name: str) -> float:
     """`density` as a float. Raises InvalidInput, naming the function `name`, unless 0 < density <= 1."""
     if isinstance(density, bool) or not isinstance(density, int | float | np.floating) or not 0 < density <= 1:
-        raise InvalidInput(f"{name}: density={density!r} must be a fraction, 0 < density <= 1; try density=0.25")
+        raise InvalidInput(f"{name}: density={shown(density)} must be a fraction, 0 < density <= 1; try density=0.25")
     return float(density)
 
 
@@ -284,7 +285,9 @@ class DilatedBlocks(Family):
         if offsets is None:
             return
         if not isinstance(offsets, list | tuple):
-            raise InvalidInput(f"dilated_blocks: offsets={offsets!r} must be a list of integers; try offsets=(1, 2, 4)")
+            raise InvalidInput(
+                f"dilated_blocks: offsets={shown(offsets)} must be a list of integers; try offsets=(1, 2, 4)"
+            )
         distances = {self._integer("an offset", offset, 0) for offset in offsets}
         self._normalize(offsets=tuple(sorted(distances)))
 
@@ -398,8 +401,8 @@ class Hierarchical(Family):
         pairs = self.levels
         if not isinstance(pairs, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in pairs):
             raise InvalidInput(
-                f"hierarchical: levels={pairs!r} must be a list of (stride, window in blocks; -1: no limit); try ((1, "
-                "1), (4, -1))"
+                f"hierarchical: levels={shown(pairs)} must be a list of (stride, window in blocks; -1: no limit); try "
+                "((1, 1), (4, -1))"
             )
         self._normalize(levels=tuple((self._integer("a stride", s, 1), self._integer("a w", w, -1)) for s, w in pairs))
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import InvalidInput, Unsupported
+from ..text import shown
 from .base import Pattern, check_integer
 from .block_table import BlockSparse
 from .documents import Documents
@@ -45,7 +46,7 @@ def top_k(
     ranking = _read_scores(scores)
     total = ranking.shape[-1]
     if (k is None) == (density is None):
-        raise InvalidInput(f"top_k: give either k or density; got k={k!r}, density={density!r}")
+        raise InvalidInput(f"top_k: give either k or density; got k={shown(k)}, density={shown(density)}")
     if density is not None:
         kept = count_blocks(check_density(density, "top_k"), total)
     else:

@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 
+from ..dtypes import check_type
 from ..errors import InvalidInput
 from ..text import did_you_mean, shorten
 from .base import Pattern
@@ -21,6 +22,7 @@ class PatternParser:
     """
 
     def __init__(self, text: str, functions: Mapping[str, Callable[..., Pattern]]) -> None:
+        check_type("pattern", text, "str")
         self.text, self.functions = text, functions
 
     def parse(self) -> list[Pattern]:

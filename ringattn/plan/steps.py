@@ -10,7 +10,7 @@ from ..cache import Value
 from ..dtypes import ITEM_BYTES, dtype_name
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
-from ..text import did_you_mean
+from ..text import did_you_mean, shown
 from .row_sets import ALL_ROWS, AllRows, RowSet, RowSets
 
 #: What a part of a message holds. "Sums" have dtype fp32, or fp64 for fp64 inputs.
@@ -200,4 +200,4 @@ def check_rotate(rotate: object) -> None:
     passes = rotate.split(", ") if isinstance(rotate, str) else []
     if len(passes) not in (1, 2) or not {*passes} <= {*ROTATE}:
         hint = did_you_mean(rotate, ROTATE) if isinstance(rotate, str) else ""
-        raise InvalidInput(f"rotate={rotate!r}: {hint}expected {', '.join(ROTATE)}, or two such as 'q, kv'")
+        raise InvalidInput(f"rotate={shown(rotate)}: {hint}expected {', '.join(ROTATE)}, or two such as 'q, kv'")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, OutOfMemory, raised_below
+from ..text import shown
 
 T = TypeVar("T")
 
@@ -66,7 +67,9 @@ def auto_batch_size(call: Callable[[int], T], start: int) -> tuple[int, T]:
     `virtual_attention` or on one rank.
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
-        raise InvalidInput(f"start={start!r} must be an integer >= 1, the largest batch to try")
+        raise InvalidInput(f"start={shown(start)} must be an integer >= 1, the largest batch to try")
+    if not callable(call):
+        raise InvalidInput(f"call={shown(call)}: expected a function of a batch size")
     batch = start
     while True:
         try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import CommFailure, InvalidInput, raised_below
-from ..text import first_line
+from ..text import first_line, shown
 from .base import CHECKS, TAG_BITS, Counters, Message, Post, check_timeout, describe_loss, sort_by_tag
 from .channel import Channel, find_channel, get_channel
 from .records import RECORDS, digest
@@ -93,7 +93,7 @@ def check_group(group: object) -> None:
             "only, or give every rank a group, by torch.distributed.new_subgroups or an axis of a DeviceMesh of all "
             "ranks; for attention on one device use ringattn.attention, which takes no group"
         )
-    raise InvalidInput(f"group={group!r}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
+    raise InvalidInput(f"group={shown(group)}: expected a ProcessGroup, or a DeviceMesh such as mesh['cp']")
 
 
 def find_group(group: Any = None, mesh: Any = None) -> WeakGroup:

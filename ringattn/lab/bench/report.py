@@ -5,7 +5,6 @@ All numbers come from the stored results; nothing is measured here.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from ...cli.config.overrides import quote
 from ...errors import InvalidInput
-from ...files import make_folder, write_text
+from ...files import load, make_folder, write_text
 from ...text import duration, plural, shorten, size
 from ..pages.pages import Cell, Plot, ReportTable, render_page
 from . import SUITES, figures
@@ -329,6 +328,21 @@ def write_site(results: Path, target: Path) -> None:
     write_text(target / "index.html", render_page(__package__ or "", "index.j2", {"pages": pages}))
 
 
+@dataclass(frozen=True)
+class _Counts:
+    ok: int
+    refused: int
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What the index takes from a study's summary.json."""
+
+    study: str = ""
+    date: str | None = None
+    counts: _Counts | None = None
+
+
 def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
     """(suite, machine, date, conclusion, file) of the newest run of each suite per machine, and of each study."""
     newest: dict[tuple[str, str], tuple[str, str, Path]] = {}
@@ -343,11 +357,14 @@ def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
         run = machine["date"], " ".join([report.conclusion or "", *report.warnings]).strip(), path
         newest[key] = max(run, newest.get(key, run))
     for path in sorted(folder.glob("*/summary.json")):
-        study = json.loads(path.read_text(encoding="utf-8"))
-        if "study" not in study:  # of mode=published
+        try:
+            study = load(path, _Summary, "results")
+        except InvalidInput as error:
+            newest[path.parent.name, "any"] = "", str(error), path
             continue
-        said = f"{plural(study['counts']['ok'], 'point')} with numbers, {study['counts']['refused']} refused"
-        run = study["date"] or "", said, path
-        newest[study["study"], "any"] = max(run, newest.get((study["study"], "any"), run))
+        if study.counts is not None:  # it is None in those of mode=published
+            said = f"{plural(study.counts.ok, 'point')} with numbers, {study.counts.refused} refused"
+            run = study.date or "", said, path
+            newest[study.study, "any"] = max(run, newest.get((study.study, "any"), run))
     for (suite, machine), (date, said, path) in newest.items():
         yield suite, machine, date[:10], said, path

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...errors import InvalidInput
 from ...registry import Registry
-from ...text import did_you_mean
+from ...text import did_you_mean, shown
 from ..demand import BlockDemand
 from .base import Schedule
 
@@ -43,7 +43,7 @@ def resolve(
     InvalidInput for an unknown name, or a schedule that does not fit these numbers.
     """
     if not isinstance(name, str):
-        raise InvalidInput(f"schedule must be a name such as 'auto', got {name!r}")
+        raise InvalidInput(f"schedule must be a name such as 'auto', got {shown(name)}")
     if name.strip() == "auto":
         return "auto"
     if takes_node(name):

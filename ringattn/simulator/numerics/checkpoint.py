@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -36,8 +37,11 @@ class Checkpoint:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             head, self.state = found["execution"], found["state"]
-        except (ValueError, KeyError, TypeError):
-            raise InvalidInput(f"{path}: not the state of an execution; give another file, or remove it") from None
+            whole = found["hash"] == _hash(head, self.state)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise InvalidInput(f"{path}: not the state of an execution; give another file, or remove it")
         if head != json.loads(json.dumps(self.head)):
             keys = sorted(key for key in {*head, *self.head} if head.get(key) != self.head.get(key))
             raise InvalidInput(
@@ -53,8 +57,13 @@ class Checkpoint:
     def write(self, state: dict[str, Any]) -> None:
         """Replace the file, if there is one. Raises InvalidInput if it cannot be written."""
         if self.path is not None:
-            write_text(self.path, json.dumps({"execution": self.head, "state": state}))
+            write_text(self.path, json.dumps({"execution": self.head, "state": state, "hash": _hash(self.head, state)}))
             self._written = time.monotonic()
+
+
+def _hash(*parts: object) -> str:
+    """A digest of plain data, the same for what a file returns."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 #: For an execution that keeps nothing.

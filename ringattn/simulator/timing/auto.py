@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import ITEM_BYTES
+from ...dtypes import ITEM_BYTES, check_type
 from ...errors import Unsupported
 from ...layout.regular import MAX_RANGES, Layout
 from ...machine.machine import Machine
@@ -136,6 +136,8 @@ def predict(plan: Plan, machine: Machine) -> Prediction:
     share cores compute longer. Rectangles (different queries and keys) and pass-Q in the forward are simulated, every
     step of every rank. Raises Unsupported if the schedule has no routes.
     """
+    check_type("plan", plan, "Plan")
+    check_type("machine", machine, "Machine")
     if plan.is_plain:
         return estimate(plan, machine, plan.ring_plan(0)[0].demand)[0]
     from .simulation import simulate  # as above

@@ -62,7 +62,7 @@ def parse_factors(name: str, factors: Factors | None, ranks: int) -> np.ndarray 
         factors = [factors.get(rank, 1.0) for rank in range(ranks)]
     try:
         by_rank = np.asarray(factors, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"{name}: a factor is not a number ({error}); try {{0: 1.5}}") from error
     if by_rank.shape != (ranks,):
         raise InvalidInput(f"{name}: expected a factor for each of {ranks:,} ranks, or by rank such as {{0: 1.5}}")

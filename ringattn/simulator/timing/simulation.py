@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import check_type
 from ...errors import InvalidInput, Unsupported
 from ...machine.machine import Machine
 from ...machine.presets import get_machine
 from ...plan.plan import Plan
-from ...text import did_you_mean
+from ...text import did_you_mean, shown
 from .costs import SECONDS_PER_HOUR, failures, memory
 from .forecast import host_seconds
 from .kernel_seconds import timed_ranks
@@ -77,11 +78,16 @@ def simulate_passes(plan: Plan, machine: Machine, backward: bool, options: dict[
 
 
 def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes: int | None, solver: str) -> None:
+    check_type("plan", plan, "Plan")
+    check_type("stalls", stalls, "Sequence")
+    check_type("passes", passes, "int | integer | None")
     choices = ("auto", *SOLVERS)
     if solver not in choices:
-        raise InvalidInput(f"solver={solver!r}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}")
+        raise InvalidInput(
+            f"solver={shown(solver)}: {did_you_mean(solver, choices)}expected one of {', '.join(choices)}"
+        )
     if not isinstance(backward, bool):
-        raise InvalidInput(f"backward={backward!r}: expected True or False")
+        raise InvalidInput(f"backward={shown(backward)}: expected True or False")
     held = own_bytes(plan)
     if plan.ranks > MOST_OF_ANY or held * plan.ranks > MOST_BYTES:
         raise InvalidInput(
@@ -91,13 +97,12 @@ def _check_options(plan: Plan, backward: object, stalls: Sequence[Stall], passes
     if not plan.batch:
         raise InvalidInput("batch=0: there is nothing to simulate; try batch=1")
     if passes is not None and not 1 <= passes <= MOST_PASSES:
-        shown = "" if passes > 0 else f"={passes!r}"  # a number may have thousands of digits
         raise InvalidInput(
-            f"passes{shown}: expected the number of passes of a job, 1 .. {MOST_PASSES:.0e}, or None for no job"
+            f"passes={shown(passes)}: expected the number of passes of a job, 1 .. {MOST_PASSES:.0e}, or None"
         )
     for stall in stalls:
         if not isinstance(stall, Stall):
-            raise InvalidInput(f"stalls: {stall!r} is not a Stall(rank, step, seconds)")
+            raise InvalidInput(f"stalls: {shown(stall)} is not a Stall(rank, step, seconds)")
         if not (0 <= stall.rank < plan.ranks and stall.step >= 0 and 0 <= stall.seconds < float("inf")):
             raise InvalidInput(f"{stall}: expected a rank 0 .. {plan.ranks - 1}, a step >= 0 and seconds >= 0")
 
