@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
+from ..train import NO_LABEL
 from ..transport.records import ErrorReport, exchange_values
 from .batches import POSITIONS, cut_batch, shard_batch
 from .encoder_decoder import CROSS, find_tables
@@ -28,8 +30,9 @@ from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together, then alone.
-ROWS, TOKENS, ALONE = "ringattn_rows", 32, 8
+#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together in evaluation and
+#: in training mode, how many of these are left padding, and how many tokens it runs alone.
+ROWS, TOKENS, TRAINED, PADDED, ALONE = "ringattn_rows", 32, 97, 3, 8
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -110,7 +113,16 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
             setattr(module, STATE, ring)
         model.set_attn_implementation(ours)
         model.train(training)
-    unseen = "padding", "labels and loss", "dropout", "gradient checkpointing", "generate", *["the pooler"] * ring.pools
+    unseen = (
+        "training mode",
+        "later calls",
+        "padding",
+        "labels and loss",
+        "dropout",
+        "gradient checkpointing",
+        "generate",
+        *["the pooler"] * ring.pools,
+    )
     dtypes = {x.dtype for x in (right, *model.parameters()) if x.is_floating_point()}  # bf16 Mamba has fp32 logits
     bound = 256 * max(2**-23, *(torch.finfo(dtype).eps for dtype in dtypes))  # fp64 models have softmax in fp32
     result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)
@@ -169,65 +181,102 @@ def _in_fp32(model: nn.Module) -> Iterator[None]:
         yield
 
 
+class _Steady(TorchDispatchMode):
+    """A context where dropout keeps every value, and other random tensors have one value, the same in each call."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.native_dropout.default:
+            return function(*args[:2], False)
+        torch.manual_seed(0)
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel():
+            out.fill_(1 if "bernoulli" in str(function) else out.flatten()[0])
+        return out
+
+
 def check_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any]) -> None:
     """Raise Unsupported if a model mixes the rows of different tokens outside of transformers' attention functions.
 
     `run` is the model or its forward. It computes a few tokens together with attention left out, and then some of them
-    alone: the results must be equal. Training modes, gradients and random generators are unchanged. Sends no messages.
+    alone: the results must be equal. It does this in evaluation mode, and for more tokens in training mode, with labels
+    and padding, but without dropout. Modes, buffers, gradients and random generators are unchanged. Sends no messages.
     """
+    device, before = model.device, model.config._attn_implementation
+    states = [(module, {**vars(module), "_buffers": {**module._buffers}}) for module in model.modules()]
+    tables = set(find_tables(model).values()) if ring.crosses else set()
+    buffers, quantized = [(x, x.clone()) for x in model.buffers()], getattr(model, "hf_quantizer", None) is not None
+    try:
+        for module, _ in states:
+            setattr(module, STATE, ring if module in tables else None)
+        model.set_attn_implementation(ROWS)
+        with (
+            torch.no_grad(), torch.autocast(device.type, enabled=False), each_row_alone(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            nullcontext() if quantized else _in_fp32(model),
+        ):  # fmt: skip
+            found = [_compare_rows(model.train(long > TOKENS), ring, run, long) for long in (TOKENS, TRAINED)]
+    except FOREIGN as error:
+        words = f"{type(model).__name__}, {TOKENS} and {TRAINED} tokens: {type(error).__name__}: {error}"
+        raise Unsupported(f"{words}; compare=False skips this test, which looks for layers that mix rows") from error
+    finally:
+        for module, state in states:
+            vars(module).update(state)
+        for x, value in buffers:
+            x.copy_(value)
+        model.set_attn_implementation(before)
+    bound = 2**-3 if quantized else 2**-11
+    for (far, loss), words in zip(found, ("", ", in training mode with labels and padding"), strict=True):
+        # Rounding may send one row to another expert, or many rows if weights are quantized.
+        if far[len(far) // 2 if quantized else -2] > bound or (far[-1] <= bound and not loss <= bound):
+            raise Unsupported(
+                f"{type(model).__name__} mixes rows outside of attention functions{words}: a row or a loss changes if "
+                f"only other tokens do, by {max(float(far[-1]), loss):.2g} of the largest value. Look for a "
+                "convolution, a shift, a mean or a selection over tokens, positions that are not position_ids, or a "
+                "layer's own attention or loss; shard the batch instead"
+            )
+
+
+def _compare_rows(model: PreTrainedModel, ring: Any, run: Callable[..., Any], tokens: int) -> tuple[Tensor, float]:
+    """How far rows together are from rows alone, sorted, and the loss of some rows; relative to the largest value."""
     config, device, taken = model.config.get_text_config(), model.device, inspect.signature(model.forward).parameters
-    tokens, numbers = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS), torch.Generator()
+    tokens, numbers = min(tokens, getattr(config, "max_position_embeddings", None) or tokens), torch.Generator()
     ids = torch.randint(config.vocab_size, (tokens,), generator=numbers.manual_seed(0), device="cpu")
-    order = torch.randperm(tokens - 1, generator=numbers, device="cpu")
+    order = PADDED + torch.randperm(tokens - 1 - PADDED, generator=numbers, device="cpu")
     special = [x for word, x in vars(config).items() if word.endswith("_token_id") and isinstance(x, int)]
     for place, token in zip(order[ALONE:], special, strict=False):
         ids[place] = token % config.vocab_size
     ids[ids == getattr(config, "pad_token_id", None)] = config.vocab_size // 2  # as in `check`
     last = torch.tensor([tokens - 1], device="cpu")  # the largest position, which some ropes depend on
     some = torch.cat([order[:ALONE], last])
+    real = (torch.arange(tokens, device="cpu") >= PADDED).long()
+    labels = torch.full_like(ids, NO_LABEL).scatter(0, some, ids[some] % max(model.config.num_labels, 1))
     below: list[Any] = []
-    modes, before = [(module, module.training) for module in model.modules()], model.config._attn_implementation
-    tables = set(find_tables(model).values()) if ring.crosses else set()
 
-    def rows_of(places: Tensor) -> Tensor:
-        """Run the model on the tokens at `places` [B, n] alone; returns their results [B * n, d]."""
+    def rows_of(places: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the model on the tokens at `places` [B, n] alone; returns their results [B * n, d] and the loss."""
         here, given = places.to(device), ids[places].to(device)
         ring.call.places = {"encoder": here[0], "decoder": here[0]}
         more = {"position_ids": here + ring.first, "decoder_position_ids": here, "decoder_input_ids": given}
-        result = run(input_ids=given, **{word: x for word, x in more.items() if word in taken})
+        if model.training:
+            mask, wanted = real[places].to(device), labels[places].to(device)
+            more |= {"attention_mask": mask, "decoder_attention_mask": mask, "output_router_logits": False}
+            more |= {} if ring.shift is None else {"labels": wanted, "shift_labels": wanted}
+        kept = {word: x for word, x in more.items() if word in taken or (word == "shift_labels" and ring.shift)}
+        with _Steady():
+            result = run(input_ids=given, **kept)
         parts = [_rows_of(result if ring.pooling is None else below[-1])]
         if "encoder_last_hidden_state" in result:
             parts.append(result["encoder_last_hidden_state"])
-        return torch.cat(parts, -1).flatten(0, 1)
+        loss = result.get("loss") if ring.pooling is None else None
+        return torch.cat(parts, -1).flatten(0, 1), parts[0].new_zeros(()) if loss is None else loss
 
-    quantized = getattr(model, "hf_quantizer", None) is not None
-    try:
-        for module, _ in modes:
-            setattr(module, STATE, ring if module in tables else None)
-        model.eval().set_attn_implementation(ROWS)
-        with (
-            torch.no_grad(), torch.autocast(device.type, enabled=False), each_row_alone(),
-            nullcontext() if quantized else _in_fp32(model),
-            model.base_model.register_forward_hook(lambda *given: below.append(given[-1])),
-        ):  # fmt: skip
-            whole = rows_of(torch.arange(tokens, device="cpu")[None])[some]
-            again = torch.cat([rows_of(places[:, None]) for places in some.split(1 if ring.crosses else len(some))])
-    except FOREIGN as error:
-        words = f"{type(model).__name__}, {TOKENS} tokens: {type(error).__name__}: {error}"
-        raise Unsupported(f"{words}; compare=False skips this test, which looks for layers that mix rows") from error
-    finally:
-        model.set_attn_implementation(before)
-        for module, training in modes:
-            setattr(module, STATE, ring)
-            module.training = training
-    far = ((whole - again).abs().amax(-1) / whole.abs().max().clamp(min=1e-30)).float().sort().values
-    # Rounding may send one row to another expert, or many rows if weights are quantized.
-    if far[len(far) // 2 if quantized else -2] > (2**-3 if quantized else 2**-11):
-        raise Unsupported(
-            f"{type(model).__name__} mixes rows outside of attention functions: a row changes when only other tokens "
-            f"do, by {float(far[-1]):.2g} of the largest value. Look for a convolution, a shift, a mean or a selection "
-            "over tokens, positions that are not position_ids, or a layer's own attention; shard the batch instead"
-        )
+    with model.base_model.register_forward_hook(lambda *given: below.append(given[-1])):
+        whole, loss = rows_of(torch.arange(tokens, device="cpu")[None])
+        alone, losses = zip(*(rows_of(p[:, None]) for p in some.split(1 if ring.crosses else len(some))), strict=True)
+    far = (whole[some] - torch.cat(alone)).abs().amax(-1) / whole[some].abs().max().clamp(min=1e-30)
+    return far.float().sort().values, float((loss - torch.stack(losses).mean()).abs() / loss.abs().clamp(min=1e-30))
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
