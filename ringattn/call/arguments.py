@@ -137,7 +137,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, alike: bool) -> None:
     tokens_fit = k.shape[2] == v.shape[2] and (not alike or q.shape[2] == k.shape[2])
     if not (q.shape[0] == k.shape[0] == v.shape[0]) or not tokens_fit:
         hint = _hint(q, k, v) or (
-            "; queries at other positions than the keys need q_layout= or first=" if k.shape[2] == v.shape[2] else ""
+            "; queries at other positions need q_layout= or first= of ring_attention"
+            if k.shape[2] == v.shape[2]
+            else ""
         )
         raise InvalidInput(f"q, k and v must have the same batch and the same tokens, got {shapes}{hint}")
     sizes = q.shape[1], q.shape[3], v.shape[3], k.shape[1]

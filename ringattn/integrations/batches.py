@@ -170,7 +170,7 @@ def cut_rows(
         embeds = answers.pop("inputs_embeds", None)
         tokens, mask = batch["input_ids"], batch.get("attention_mask")
         rank, ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
-        documents = find_documents(batch, borders if cu_seqlens is None else cu_seqlens)
+        documents = find_documents(batch, borders if cu_seqlens is None else cu_seqlens, restarts=bool(alone))
         cut = cut_batch(layout, tokens.shape[1], ranks, documents)
         if not all(map(cut.rows, range(ranks))):  # transformers models cannot run on an empty sequence
             raise InvalidInput(
@@ -277,7 +277,10 @@ def read_batch(batch: Batch) -> tuple[Tensors, Tensors, Borders | None]:
         raise InvalidInput(f"input_ids must be [batch, tokens], got {tuple(tokens.shape)}; try input_ids.unsqueeze(0)")
     sizes = {name: tuple(x.shape[-2:] if name == "position_ids" else x.shape) for name, x in kept.items()}
     if len(set(sizes.values())) > 1:
-        raise InvalidInput(f"the tensors of a batch must have one shape [batch, tokens], got {sizes}")
+        raise InvalidInput(
+            f"the tensors of a batch must have one shape [batch, tokens], got {sizes}; with labels of a decoder, give "
+            "decoder_input_ids, too"
+        )
     return kept, whole, borders
 
 
@@ -375,12 +378,12 @@ def count_from_borders(places: np.ndarray, documents: Documents, row: int) -> np
     return places - starts[np.searchsorted(starts, places, "right") - 1]
 
 
-def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None:
+def find_documents(batch: Batch, cu_seqlens: Borders | None, restarts: bool) -> Documents | None:
     """The packed documents of a batch, which may differ between rows; None: one document per row."""
     tokens = batch["input_ids"]
     if cu_seqlens is None:
         told = tokens.numel() and batch.keys() & {"attention_mask", "seq_idx", "position_ids"}
-        if not told or not bool((begins := _find_begins(batch)).any()):
+        if not told or not bool((begins := _find_begins(batch, restarts)).any()):
             return None
         cu_seqlens = [[0, *(row.nonzero().flatten() + 1).tolist(), len(row) + 1] for row in begins]
     documents = Documents(cu_seqlens=cu_seqlens)
@@ -390,11 +393,11 @@ def find_documents(batch: Batch, cu_seqlens: Borders | None) -> Documents | None
     return documents
 
 
-def _find_begins(batch: Batch) -> Tensor:
+def _find_begins(batch: Batch, restarts: bool) -> Tensor:
     """Document borders per row, bool [B, N - 1]; [b, i]: token i + 1 starts a document.
 
     It does if its number in the mask or seq_idx differs from that of the last real token before it, or if its position
-    is not the next one. Positions may count the padding between the two tokens.
+    is not the next one; with `restarts`, only if it is the lowest. Positions may count the padding between the tokens.
     """
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
@@ -404,7 +407,11 @@ def _find_begins(batch: Batch) -> Tensor:
     positions = batch.get("position_ids", places).reshape(-1, *mask.shape)
     if len(positions) != 3:  # as in transformers: three axes are the rope's; of four, the first shows borders
         step = positions[0, :, 1:] - positions[0].gather(1, before)
-        jumps.append((step != 1) & (step != places[:, 1:] - before))
+        jump = (step != 1) & (step != places[:, 1:] - before) & real
+        ahead = jump & (positions[0, :, 1:] > positions[0].where(mask != 0, positions.max()).amin()) & restarts
+        if "attention_mask" not in batch and ahead.any():
+            raise InvalidInput("position_ids jump ahead: give attention_mask to attend across, else cu_seq_lens_q")
+        jumps.append(jump & ~ahead)
     return torch.stack(jumps).any(0) & real
 
 

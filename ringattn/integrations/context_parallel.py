@@ -23,6 +23,7 @@ from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout, make_layout
 from ..pattern import Causal, Full, Pattern, from_block_mask
+from ..transport.records import ErrorReport
 from ..transport.torchdist import WeakGroup, check_group
 from .ranks import compare_inputs, gather_logits
 
@@ -212,11 +213,13 @@ def attend_rows(
         return DTensor.from_local(rows, query.device_mesh, query.placements)
     padding = None
     if attn_mask is not None:
-        if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[1:3] != (1, 1):
-            raise Unsupported(
-                f"attn_mask {attn_mask.dtype} {tuple(attn_mask.shape)}: only padding is read, bool [batch, 1, 1, "
-                "tokens of this rank]; use is_causal=True, or flex_attention with a BlockMask of whole sequences"
-            )
+        shapes = [(rows, 1, 1, key.shape[-2]) for rows in (1, len(key))]
+        if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in shapes:
+            with ErrorReport(get_transport(_entered[-1]["group"]), "call"):
+                raise Unsupported(
+                    f"attn_mask {attn_mask.dtype} {tuple(attn_mask.shape)}: only padding is read, bool [batch, 1, 1, "
+                    "tokens of this rank]; use is_causal=True, or flex_attention with a BlockMask of whole sequences"
+                )
         padding = ~attn_mask[:, 0, 0].expand(len(key), -1)
     pattern = Causal() if is_causal else Full()
     return ring_attention(

@@ -345,13 +345,13 @@ def begin(
     kwargs = {name: x for name, x in kwargs.items() if name != "attention_mask"}  # the cache knows the padding
     kwargs = {**_give_cache(model, kwargs, past), "position_ids": positions}
     cut = make_layout(past.cache.layout, tokens=tokens, ranks=ranks)
-    fewest = min(map(cut.rows, range(ranks))) if past.recurrent else tokens // ranks
+    fewest = min(map(cut.rows, range(ranks)))
     if any(layer.record_past for layer in past.recurrent) or (fewest < LEAST_ROWS and padding is None):
         return kwargs, Generation(past, told, largest, np.arange(0), [], None, tokens)
-    if fewest < LEAST_ROWS and past.recurrent:
+    if fewest < (LEAST_ROWS if past.recurrent else 1):
         with ErrorReport(transport, PROMPT):
             raise Unsupported(
-                f"generate: a padded prompt of {tokens} tokens is too short for {ranks} ranks; give longer ones"
+                f"generate: a padded prompt of length {tokens} is too short for {ranks} ranks; give longer ones"
             )
     with Exchange(transport, PROMPT) as exchange:
         name = "tokens (give every rank the whole prompt, not a shard)"

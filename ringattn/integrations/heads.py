@@ -196,6 +196,9 @@ def _copy(module: nn.Module | None, known: dict[int, Any] | None = None) -> Any:
     """An fp32 copy on the CPU with random weights, in eval mode. `known` (deepcopy's memo) replaces parts."""
     if module is None:
         return None
+    parts = [part for part in module.children() if id(part) not in (known or {})]
+    if any(hasattr(p, "full_tensor") for part in parts for p in part.parameters()):
+        raise Unsupported(f"{type(module).__name__} is sharded already; call parallelize first, then fully_shard")
     made = deepcopy(module, known or {}).to_empty(device="cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for part in made.modules():

@@ -11,13 +11,14 @@ A trainer sees each cp group as one process: its ranks read the same batches, an
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
+from accelerate.utils import operations, recursively_apply
 from msgspec import msgpack
 from safetensors.torch import load, save
 from torch import Tensor
@@ -120,6 +121,11 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         """`Accelerator.gather`, but with each group's rows once: those of its first rank."""
         return recursively_apply(self.drop_copies, super().gather(tensor))
 
+    def gather_object(self, items: list[Any]) -> list[Any]:
+        """accelerate's `gather_object`, but with each group's list once: that of its first rank."""
+        lists = operations.gather_object([items])[:: self.state.num_processes // self.num_processes]
+        return [x for items in lists for x in items]
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """`Accelerator.reduce`, but with each group's tensor once: that of its first rank."""
 
@@ -213,11 +219,24 @@ class RingMixin:
         ring = getattr(cast(Any, self).model, STATE, None)
         if ring is not None:
             ring.call.logits = not prediction_loss_only
-        return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        with self._count_groups():
+            return cast(Any, super()).prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any) -> Tensor:
-        """GRPO's rewards, which it gathers from all ranks, kept once per group."""
-        return self.accelerator.drop_copies(cast(Any, super())._calculate_rewards(*args))
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The trainer's training step."""
+        with self._count_groups():
+            return cast(Any, super()).training_step(*args, **kwargs)
+
+    @contextmanager
+    def _count_groups(self) -> Iterator[None]:
+        """A context where accelerate's functions, as the trainer's modules import them, count each group once."""
+        with ExitStack() as stack:
+            for module in {sys.modules[kind.__module__] for kind in type(self).__mro__}:
+                for name in ("gather", "gather_object", "reduce"):
+                    if (function := getattr(module, name, None)) is getattr(operations, name):
+                        stack.callback(setattr, module, name, function)
+                        setattr(module, name, getattr(self.accelerator, name))
+            yield
 
 
 class RingTrainer(RingMixin, Trainer):  # type: ignore[misc]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..call.arguments import AttentionOptions, check_option_names
@@ -45,6 +45,7 @@ from .batches import (
     DIGEST,
     HOLES,
     LARGEST,
+    OF_ROWS,
     POSITIONS,
     Collator,
     LayerMasks,
@@ -55,7 +56,7 @@ from .batches import (
     shard_batch,
 )
 from .encoder_decoder import CROSS, attend_across
-from .generation import STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
+from .generation import CACHES, STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .hybrids import enter_call, leave_call, take_layers
 from .ranks import gather_logits
@@ -69,7 +70,7 @@ from .supported import (
     tell_positions,
     unwrap_adapters,
 )
-from .whole import WholeCall, cut_call
+from .whole import WholeCall, cut_call, draw_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,6 +85,7 @@ NAME = "ringattn"
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "chunked_overlay", "and_masks",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+    "partial",
 }  # fmt: skip
 
 #: Arguments that models pass to attention functions although they change no numbers, or repeat other arguments.
@@ -360,10 +362,9 @@ def _attend(
         causal = own if unmasked or "flash" in ring.before else causal
     generation = ring.call.generation
     if generation is not None:
-        if not causal or unknown:
-            raise Unsupported(
-                f"generate: {name} has {unknown or 'attention to later tokens'}; call unparallelize(model) first"
-            )
+        if not causal or unknown or dropout:
+            words = unknown or ("attention to later tokens" if not causal else "dropout of attention weights")
+            raise Unsupported(f"generate: {name} has {words}; call model.eval() or unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
     else:
@@ -418,7 +419,7 @@ def _attend_ring(
 def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments, without those that only our hooks read. Raises for a call that would give wrong results."""
     ring = cast("_Ring | None", getattr(model, STATE))
-    if ring is None or (ring.call.runs and not _is_served(model)):
+    if ring is None or (ring.call.runs and not _is_served(model)) or _is_replaced(model):
         return args, kwargs
     if not _is_served(model):
         with ErrorReport(get_transport(ring.place.group), POSITIONS):
@@ -468,6 +469,12 @@ def _is_served(model: nn.Module) -> bool:
     return "generate" in vars(model)
 
 
+def _is_replaced(model: Any) -> bool:
+    """Whether a function that may call the model runs in place of its forward, as TRL sends losses through DDP."""
+    replaced = _is_served(model) and "forward" in vars(model) and model.base_model is not model
+    return replaced and "input_ids" not in inspect.signature(model.forward).parameters
+
+
 def _leave_call(model: nn.Module, args: Any, result: Any) -> None:
     """End the call, also after an exception, and return to the random numbers that ranks share."""
     ring = cast("_Ring | None", getattr(model, STATE))
@@ -512,6 +519,8 @@ def _enter_generation(
     """The model's arguments in a call with a cache."""
     kwargs, ring.call.generation = begin(model, ring, past, kwargs)
     ring.call.largest = ring.call.generation.largest
+    if model.training and ring.call.generation.note is None:  # ranks have different rows of the prompt
+        draw_alone(ring)
     if ring.mixes:
         enter_call(model, ring)
         kwargs = drop_positions(model, kwargs)
@@ -521,7 +530,7 @@ def _enter_generation(
 def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     """The result, whose loss changes from a mean over labels to (sum of this rank's losses) / `items`."""
     ring = cast("_Ring | None", getattr(model, STATE))
-    if ring is None or not _is_served(model):
+    if ring is None or not _is_served(model) or not ring.call.runs:
         return result
     generation, head, whole, routers = ring.call.generation, ring.call.head, ring.call.whole, ring.call.routers
     ring.call.end()
@@ -575,6 +584,7 @@ def _check_call(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], given: di
     positions, labels, shifted = (kwargs.get(name) for name in (own, "labels", "shift_labels"))
     whole = "call model(**batch) with a batch of shard_batch or Collator"
     if positions is None:
+        whole += " that has decoder_input_ids" * ring.crosses
         raise InvalidInput(f"{own} is missing: a rank's rows do not show their positions; {whole}")
     if DIGEST not in given and ring.stretches:
         raise InvalidInput(f"{DIGEST} is missing: this model's rope depends on the length of the batch; {whole}")
@@ -600,6 +610,11 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
     with Exchange(get_transport(ring.place.group), POSITIONS) as rows:
         _check_call(model, ring, kwargs, given)
         positions, digest = kwargs["position_ids"], given.get(DIGEST)
+        taken = set(inspect.signature(model.forward).parameters) - {*OF_ROWS, *CACHES, "inputs_embeds"}
+        for name in sorted(taken & kwargs.keys()):
+            found = [x for x in tree_leaves(kwargs[name]) if isinstance(x, Tensor) and x.ndim > 1]
+            if any(x.shape[:2] != positions.shape[-2:] for x in found) and not ring.crosses:
+                raise Unsupported(f"{name}= does not have this rank's rows, and shard_batch cannot cut it; omit it")
         kind = positions.shape, kwargs.get("attention_mask") is not None
         known = positions.is_cuda and ring.checked == [kind]
         numbers = [] if digest is None or known else digest[:COUNT].tolist()
@@ -613,8 +628,8 @@ def _check_positions(model: nn.Module, ring: _Ring, kwargs: dict[str, Any], give
             places = cut_batch(ring.layout, sum(lengths), len(lengths), None).positions(dist.get_rank(ring.place.group))
             if not kwargs["attention_mask"][:, torch.from_numpy(np.flatnonzero(places == 0))].all():
                 raise Unsupported("left padding is not supported if tokens attend in chunks; set padding_side='right'")
-    if known or positions.ndim != 2 or kind[1] or (ring.first and ring.call.whole is not None):
-        return lengths  # with padding, positions depend on the whole mask
+    if known or positions.ndim != 2 or kind[1] or ring.call.whole is not None:
+        return lengths  # with padding, positions depend on the whole mask; whole sequences may have any
     with ErrorReport(get_transport(ring.place.group), "call"):
         rank, borders = dist.get_rank(ring.place.group), kwargs.get("cu_seq_lens_q")
         tokens = sum(lengths)
@@ -684,8 +699,10 @@ def _write_mask(
 def _rules(function: Callable[..., Any]) -> set[str]:
     """The names of the functions that make up a mask function of transformers."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if isinstance(function, partial):
+        held = [function.func, *function.args, *function.keywords.values()]
     inside = [f for x in held for f in (x if isinstance(x, tuple) else (x,)) if callable(f)]
-    return {function.__qualname__.split(".")[0]}.union(*map(_rules, inside))
+    return {getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]}.union(*map(_rules, inside))
 
 
 AttentionInterface.register(NAME, _attend)

@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 OWN = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def draw_alone(group: ProcessGroup, call: int) -> ExitStack:
-    """Give this rank random numbers of its own, for dropout in model call `call`, until the returned stack is closed.
+def draw_alone(ring: Any) -> None:
+    """Give this rank random numbers of its own, for dropout in a model call, until `ring.call.numbers` is closed.
 
     Then the random generators continue as if the call had drawn nothing. Without this, ranks that draw numbers for
     fewer rows would get out of step with the others, and draw a different next batch.
     """
-    alone = ExitStack()
+    ring.call.trained, ring.call.numbers, group = ring.call.trained + 1, ExitStack(), ring.place.group
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    seed = crc32(torch.get_rng_state().numpy().tobytes()) + call * dist.get_world_size(group) + dist.get_rank(group)
-    alone.enter_context(torch.random.fork_rng(cuda))
-    torch.manual_seed(seed)
-    return alone
+    seed = crc32(torch.get_rng_state().numpy().tobytes()) + ring.call.trained * dist.get_world_size(group)
+    ring.call.numbers.enter_context(torch.random.fork_rng(cuda))
+    torch.manual_seed(seed + dist.get_rank(group))
 
 
 @dataclass
@@ -93,7 +92,7 @@ def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str
         if x is not None and (name in of_sequences or (isinstance(x, Tensor) and x.shape[:2] == ids.shape))
     }
     positions = batch.get("position_ids")
-    if isinstance(positions, Tensor):
+    if isinstance(positions, Tensor) and positions.shape[-2:-1] in ((1,), (len(ids),)):
         batch["position_ids"] = positions.expand(*positions.shape[:-2], len(ids), -1) - ring.first
     others = {name: x for name, x in kwargs.items() if name not in (*batch, "logits_to_keep")}
     cut = cut_rows(batch, group, ring.layout, None, ring.shift is not False, ring.before, ring.first)
@@ -109,6 +108,5 @@ def cut_call(model: nn.Module, ring: Any, kwargs: Mapping[str, Any]) -> dict[str
         short="shift_labels" in cut and "shift_labels" not in kwargs,
     )
     if model.training:
-        ring.call.trained += 1
-        ring.call.numbers = draw_alone(group, ring.call.trained)
+        draw_alone(ring)
     return {**others, **cut}

@@ -197,15 +197,15 @@ def reward(completions: list[str], **unused: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / 4 + i % 2 for i, text in enumerate(completions)]
 
 
-def train_grpo(folder: str, dp: int, cp: int, steps: int, lora: bool = False) -> Any:
-    """With completions of the model itself."""
+def train_grpo(folder: str, dp: int, cp: int, steps: int, lora: bool = False, name: str = "GRPO") -> Any:
+    """GRPO or RLOO, with completions of the model itself."""
     settings = {**options(folder, steps, 8, dp, 2), "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
     path = f"{folder}/model"  # TRL loads the reference model anew
     make_model().save_pretrained(path)  # only rank 0 does
     if dist.is_initialized():
         dist.barrier()
     rows = [{"prompt": make_text(i)} for i in range(24)]
-    return train_trl("GRPO", rows, path, cp, settings, lora, evaluate=False, reward_funcs=reward)
+    return train_trl(name, rows, path, cp, settings, lora, evaluate=False, reward_funcs=reward)
 
 
 def pad_labelled(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

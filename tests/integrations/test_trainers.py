@@ -19,6 +19,7 @@ GROUPS: Cases = [
     *((kind, STEPS) for kind in ("dpo", "grpo", "reward")),
     *(("classes", {"accumulate": 2, "single": x, **STEPS}) for x in (True, False)),
     ("loop", {"classes": True, **STEPS}),
+    ("grpo", {"name": "RLOO", **STEPS}),
 ]
 ADAPTERS: Cases = [
     ("plain", {"lora": True, "resume": True, **STEPS}),
