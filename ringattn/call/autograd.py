@@ -151,7 +151,8 @@ class Attention(torch.autograd.Function):
         ctx.runner, ctx.padded = runner, floor is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.saved)
-        return result.out, result.lse
+        # Not views of larger tensors, which must not be modified in place.
+        return result.out.detach(), result.lse.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

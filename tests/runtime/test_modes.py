@@ -80,6 +80,17 @@ def test_inference_then_training_and_back(name: str, dtype: torch.dtype) -> None
     assert all(torch.equal(a, b) for a, b in zip(trained, again, strict=True))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_can_be_modified_in_place_until_its_backward(name: str) -> None:
+    x = leaves()
+    out = CALLS[name](x)
+    expected = out + 1
+    out += 1
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as torch's own attention
+        torch.autograd.grad(out.sum(), x)
+
+
 def test_a_thread_in_inference_mode_beside_one_that_trains() -> None:
     x, failures = leaves(), []
     call = CALLS["ring"]
