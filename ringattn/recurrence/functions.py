@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..call.arguments import computing
 from ..kernels.base import wide
 
 #: Rows of a chunk with one decay per head, and with one per channel, whose products are [rows, rows, channels].
@@ -62,6 +63,33 @@ def _ssd_by_pieces(function: Callable[..., Any]) -> Callable[..., Result]:
         return torch.cat(outs, 1), (torch.cat(finals) if output_final_state else None)
 
     return call
+
+
+class _Product(torch.autograd.Function):
+    """a @ b; with `upper` not None the x with (I + a) x = b, which reads only a's strict lower or upper triangle.
+
+    Its gradients are products of this kind: torch's would be rounded by autocast in a backward. That of a triangle has
+    numbers outside of it, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, upper: bool | None = None) -> Tensor:
+        with computing(a.device):
+            x = a @ b if upper is None else torch.linalg.solve_triangular(a, b, upper=upper, unitriangular=True)
+        ctx.upper = upper
+        ctx.save_for_backward(a, b if upper is None else x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, x = ctx.saved_tensors
+        if ctx.upper is None:
+            return matmul(grad, x.mT).sum_to_size(a.shape), matmul(a.mT, grad).sum_to_size(x.shape), None
+        grad = matmul(a.mT, grad, not ctx.upper)
+        return -matmul(grad, x.mT), grad, None
+
+
+matmul: Callable[..., Tensor] = _Product.apply
 
 
 class _Chunks:
@@ -116,17 +144,24 @@ class _Chunks:
         return torch.cat(before), finals
 
 
+def _decays(g: Tensor) -> Tensor:
+    """exp of the sums of g [..., C, K] over the tokens j+1 .. i, and 0 for j > i: [..., C (i), C (j), K].
+
+    Every sum is made by itself. A difference of two longer sums would lose the small numbers next to a large one, and
+    would be NaN after -inf, which resets the state.
+    """
+    ones = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device)
+    sums = g[..., None, :].masked_fill(ones.triu()[..., None], 0.0).cumsum(-3)
+    return sums.masked_fill(ones.triu(1)[..., None], -torch.inf).exp()
+
+
 def _weigh(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """q_i . k_j exp(g_i - g_j) for i >= j, else 0: [..., C, C] of q, k [..., C, K] and sums of decays g [..., C, K]
-    or [..., C, 1]. No exponent is positive."""
-    ones = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    """q_i . k_j times the decay from j to i for i >= j, else 0: [..., C, C] of q, k [..., C, K], g [..., C, K or 1]."""
     if g.shape[-1] == 1:
-        apart = (g - g.transpose(-1, -2)).masked_fill(~ones, -torch.inf)
-        return (q @ k.transpose(-1, -2)) * apart.exp()
+        return matmul(q, k.mT) * _decays(g)[..., 0]
 
     def products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-        apart = (g[..., :, None, :] - g[..., None, :, :]).masked_fill(~ones[..., None], -torch.inf)
-        return (q[..., :, None, :] * k[..., None, :, :] * apart.exp()).sum(-1)
+        return (q[..., :, None, :] * k[..., None, :, :] * _decays(g)).sum(-1)
 
     # Recomputed in the backward: the products of all channels are large.
     parts = zip(q.split(AT_ONCE), k.split(AT_ONCE), g.split(AT_ONCE), strict=True)
@@ -138,21 +173,21 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [chunks, H, C, V], final states [pieces, H, K, V]) of chunks q, k, w [chunks, H, C, K], u [chunks, H, C, V].
 
-    Each token adds k (u - w S)^T to the state S, where S is that before its chunk; g [chunks, H, C, K or 1] sums the
-    logarithms of decays within the chunk.
+    Each token adds k (u - w S)^T to the state S, where S is that before its chunk; g [chunks, H, C, K or 1] are the
+    logarithms of decays.
     """
-    last = g[..., -1:, :]
-    kept, added = last.exp().transpose(-1, -2), (k * (last - g).exp()).transpose(-1, -2)
+    later = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # the sums over all later tokens
+    kept, added = g.sum(-2, keepdim=True).exp().mT, (k * later.exp()).mT
 
     def step(state: Tensor, kept: Tensor, added: Tensor, u: Tensor, w: Tensor | None = None) -> Tensor:
-        return torch.addcmul(added @ (u if w is None else u - w @ state), kept, state)
+        return torch.addcmul(matmul(added, u if w is None else u - matmul(w, state)), kept, state)
 
     zero = u.new_zeros(k.shape[1], k.shape[3], u.shape[3])
     before, finals = chunks.scan(initial, zero, step, kept, added, u, *([] if w is None else [w]))
     if not outputs:
         return u, finals
-    new = u if w is None else u - w @ before
-    return (q * g.exp()) @ before + _weigh(q, k, g) @ new, finals
+    new = u if w is None else u - matmul(w, before)
+    return matmul(q * g.cumsum(-2).exp(), before) + matmul(_weigh(q, k, g), new), finals
 
 
 def gated_delta_rule(
@@ -171,12 +206,9 @@ def gated_delta_rule(
         chunks.cut(x, dtype).movedim(2, 1) for x in (q, k, v, g if g.ndim == 4 else g[..., None], beta[..., None])
     )
     q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q * scale, k))
-    g = g.cumsum(2)
     corrections = (beta * _weigh(k, k, g)).tril(-1)
-    right = torch.cat([beta * v_, beta * k * g.exp()], 3)
-    u, w = torch.linalg.solve_triangular(corrections, right, upper=False, unitriangular=True).split(
-        [v.shape[3], k.shape[3]], 3
-    )
+    right = torch.cat([beta * v_, beta * k * g.cumsum(2).exp()], 3)
+    u, w = matmul(corrections, right, False).split([v.shape[3], k.shape[3]], 3)
     out, finals = _attend(chunks, q, k, u, w, g, initial_state, outputs)
     return chunks.join(out.transpose(1, 2)).to(v.dtype), finals if output_final_state else None
 
@@ -187,9 +219,9 @@ def ssd(
 ) -> Result:  # fmt: skip
     """(y [1, T, H, P], final states [pieces, H, P, N] or None) of Mamba-2, see `layers.ssd` for the arguments."""
     chunks, dtype, heads = _Chunks(x, cu_seqlens, CHUNK), wide(x.dtype), x.shape[2]
-    u, step, b, c = (chunks.cut(y, dtype).movedim(2, 1) for y in (x, dt[..., None], B, C))
+    dt = dt.to(dtype)[..., None]
+    u, step, g, b, c = (chunks.cut(y, dtype).movedim(2, 1) for y in (x, dt, dt * A[:, None], B, C))
     b, c = (y.repeat_interleave(heads // y.shape[1], 1) for y in (b, c))
-    g = (step * A.to(dtype)[:, None, None]).cumsum(2)
     initial = None if initial_state is None else initial_state.transpose(-1, -2)
     out, finals = _attend(chunks, c, b, u * step, None, g, initial, outputs)
     return chunks.join(out.transpose(1, 2)).to(x.dtype), finals.mT if output_final_state else None
@@ -203,7 +235,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **opt
     dtype = wide(x.dtype)
     step = dt.to(dtype)[..., None]
     states, finals = affine_scan((step * A).exp(), step * x[..., None] * B[:, :, None], **options)
-    return (states @ C.to(dtype)[..., None])[..., 0].to(x.dtype), finals
+    return matmul(states, C.to(dtype)[..., None])[..., 0].to(x.dtype), finals
 
 
 def affine_scan(
@@ -217,7 +249,7 @@ def affine_scan(
     chunks, dtype = _Chunks(b, cu_seqlens, CHUNK), wide(b.dtype)
     one = torch.eye(a.shape[-1], device=a.device).expand(a.shape[2:]) if matrix else a.new_ones(a.shape[2:])
     decays, states = chunks.cut(a, dtype, one), chunks.cut(b, dtype)
-    apply = torch.matmul if matrix else torch.mul
+    apply = matmul if matrix else torch.mul
     for apart in (2**x for x in range(CHUNK.bit_length() - 1)):
         later, added = decays[:, apart:], apply(decays[:, apart:], states[:, :-apart])
         decays = torch.cat([decays[:, :apart], apply(later, decays[:, :-apart])], 1)
@@ -240,7 +272,8 @@ def causal_conv1d(
     """
     pieces, width = [*pairwise(cu_seqlens)], weight.shape[1] - 1
     parts = [rows for before, (a, b) in zip(initial_state, pieces, strict=True) for rows in (before, x[0, a:b])]
-    out = F.conv1d(torch.cat(parts).t()[None], weight[:, None].to(x.dtype), bias, groups=x.shape[2])[0].t()
+    weight, bias = weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype)
+    out = F.conv1d(torch.cat(parts).t()[None], weight, bias, groups=x.shape[2])[0].t()
     if len(pieces) > 1:
         out = torch.cat([out[a + i * width : b + i * width] for i, (a, b) in enumerate(pieces)])
     return out[None] if activation is None else F.silu(out)[None]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..call.arguments import computing
 from ..call.functional import one_thread
 from ..errors import InvalidInput
 from ..kernels.base import wide
@@ -39,15 +40,20 @@ T = TypeVar("T")
 
 
 def _collective(layer: Callable[P, T]) -> Callable[P, T]:
-    """The layer as one call of all ranks, which are told what it raises. torch.compile calls it as it is."""
+    """The layer as one call of all ranks, which are told what it raises, without autocast.
+
+    torch.compile calls it as it is: its exchanges follow each other on the host.
+    """
 
     @wraps(layer)
     def call(*args: Any, **options: Any) -> T:
         where = {name: options.pop(name) for name in Where.__annotations__.keys() & options}
         options["ranks"] = ranks = Ranks(layer.__name__, **where)
+        device = next((x.device for x in (*args, *options.values()) if isinstance(x, Tensor)), torch.device("cpu"))
         if ranks.report is None:
-            return layer(*args, **options)
-        with one_thread(ranks.report), ranks.report:
+            with computing(device):
+                return layer(*args, **options)
+        with one_thread(ranks.report), ranks.report, computing(device):
             return layer(*args, **options)
 
     return cast("Callable[P, T]", torch.compiler.disable(call))
@@ -80,7 +86,7 @@ class _Scan:
         self.ranks, self.tensors, self.batch, self.documents = ranks, tensors, first.shape[0], documents
         self.state, self.decay, self.out, self.compute, self.maps = state, decay, out, compute, maps
         #: Applies a map to a state or to another map.
-        self.apply = torch.matmul if matrix else torch.mul
+        self.apply = functions.matmul if matrix else torch.mul
         self.zero = torch.zeros(state, dtype=wide(first.dtype), device=first.device)
         self.initial = None if initial_state is None else initial_state.to(self.zero.dtype)
         self.sizes = [self.batch * math.prod(shape) for shape in (decay, state)]

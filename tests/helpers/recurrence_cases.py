@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rank_pool import told_by
+from rank_pool import of_first, told_by
 from torch import Tensor
 
 import ringattn as ra
@@ -36,6 +36,10 @@ class RecurrentCase:
     padding: Tensor | None
     initial_state: Tensor | None
     options: dict[str, Any] = field(default_factory=dict)
+    #: Whether forward and backward run under autocast to bf16.
+    autocast: bool = False
+    #: Whether the loss is a penalty on the gradients of the sharded inputs, whose own gradients are results, too.
+    twice: bool = False
 
     @property
     def dim(self) -> int:
@@ -53,15 +57,16 @@ class RecurrentCase:
         order = [tensors[x] for x in ("q", "k", "v", "g", "beta", "x", "dt", "A", "B", "C", "a", "b", "weight", "bias")
                  if x in tensors]  # fmt: skip
         layout = where.pop("layout", self.layout)
-        return getattr(ra, name)(
-            *order, layout=layout, documents=self.documents, padding=padding, initial_state=tensors.get("S"),
-            output_final_state=True, **self.options, **where,
-        )  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return getattr(ra, name)(
+                *order, layout=layout, documents=self.documents, padding=padding, initial_state=tensors.get("S"),
+                output_final_state=True, **self.options, **where,
+            )  # fmt: skip
 
     def cotangents(self, out: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What gradients begin with."""
         made = torch.Generator().manual_seed(7)
-        return tuple(torch.randn(x.shape, generator=made, dtype=x.dtype) for x in (out, state))
+        return tuple(torch.randn(x.shape, generator=made).to(x.dtype) for x in (out, state))
 
 
 def draw(seed: int, kind: str, *, ranks: int | None = None, plain: bool = False) -> RecurrentCase:
@@ -158,9 +163,36 @@ def _draw_layout(rng: np.random.Generator, tokens: int, ranks: int) -> Layout:
     return layout
 
 
+def draw_hard(seed: int, kind: str, **options: Any) -> RecurrentCase:
+    """A random call in fp32, often under autocast, twice differentiated, or with decays from far below 0 to -inf."""
+    case, rng = draw(seed, kind, **options), np.random.default_rng(seed + 1_000_000)
+    case.autocast, case.twice = rng.random() < 0.5, rng.random() < 0.5
+    if case.layout.tokens and "weight" not in case.tensors and rng.random() < 0.7:
+        x, tokens = case.tensors, case.layout.tokens
+        edges = [0, tokens - 1, *(p for run in list_runs(case.layout) for p in (run.start - 1, run.start, run.stop))]
+        hit = torch.zeros(tokens, dtype=torch.bool)
+        hit[[int(p) for p in (*edges, *rng.integers(0, tokens, 4)) if 0 <= p < tokens and rng.random() < 0.6]] = True
+        hit |= rng.random() < 0.2
+        log = float(rng.choice([-30.0, -1e3, -1e5, -1e7, -math.inf]))
+        if "g" in x:
+            x["g"] *= 0.05
+            x["g"][hit.view(-1, *[1] * (x["g"].ndim - 2)) & torch.from_numpy(rng.random(x["g"].shape) < 0.7)] = log
+        elif "dt" in x:
+            log = max(log, -1e7)
+            x["A"] = -1.0 - torch.from_numpy(rng.random(x["A"].shape))
+            x["dt"] *= 0.05
+            x["dt"][:, hit] = -log
+            x["x"][:, hit] /= -log
+        else:
+            x["a"][:, hit] *= math.exp(log)
+    case.tensors = {name: x.float() for name, x in case.tensors.items()}
+    return case
+
+
 def oracle(case: RecurrentCase) -> Results:
-    """The results, token by token and document by document."""
-    leaves = {name: x.clone().requires_grad_() for name, x in case.tensors.items()}
+    """The results in fp64, token by token and document by document."""
+    case = replace(case, autocast=False)
+    leaves = {name: x.double().requires_grad_() for name, x in case.tensors.items()}
     outs, states = [], []
     batch, tokens = next(iter(case.tensors.values())).shape[0], case.layout.tokens
     for row in range(batch):
@@ -183,18 +215,29 @@ def oracle(case: RecurrentCase) -> Results:
     return _differentiate(case, leaves, out, state)
 
 
-def _differentiate(case: RecurrentCase, leaves: dict[str, Tensor], out: Tensor, state: Tensor) -> Results:
+def _differentiate(
+    case: RecurrentCase, leaves: dict[str, Tensor], out: Tensor, state: Tensor, cotangents: tuple[Tensor, ...] = ()
+) -> Results:
     """The results with the gradients of all inputs."""
     results = {"out": out.detach(), "state": state.detach()}
-    both = [(x, c) for x, c in zip((out, state), case.cotangents(out, state), strict=True) if x.requires_grad]
-    outputs, cotangents = [x for x, _ in both], [c for _, c in both]
-    if not both:
-        return results | {f"d{name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-    return results | {
-        f"d{name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
+    pairs = zip((out, state), cotangents or case.cotangents(out, state), strict=True)
+    # A square has a second derivative even where the layer is linear.
+    losses = [((x.square() if case.twice else x) * c).sum() for x, c in pairs if x.requires_grad]
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+        first = _grad(losses, leaves, create_graph=case.twice)
+        results |= {f"d{name}": grad.detach() for name, grad in first.items()}
+        if case.twice:
+            penalties = [first[name].square().sum() for name in case.sharded if first[name].requires_grad]
+            results |= {f"dd{name}": grad for name, grad in _grad(penalties, leaves).items()}
+    return results
+
+
+def _grad(losses: list[Tensor], leaves: dict[str, Tensor], **options: Any) -> Results:
+    """The gradients of the sum of losses, by the name of the leaf."""
+    if not losses:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    grads = torch.autograd.grad(losses, list(leaves.values()), materialize_grads=True, **options)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _one_document(
@@ -215,7 +258,7 @@ def _one_document(
         q, k = (x[name].repeat_interleave(heads // x["q"].shape[1], 1) for name in "qk")
         state = x["v"].new_zeros(heads, keys, values) if given is None else given
         for t in range(length):
-            decay = (x["g"][t] * seen[t]).exp()
+            decay = x["g"][t].masked_fill(seen[t] == 0, 0.0).exp()
             state = state * (decay[:, :, None] if kind == "kda" else decay[:, None, None])
             error = x["v"][t] - torch.einsum("hk,hkv->hv", k[t], state)
             state = state + torch.einsum("hk,hv->hkv", k[t], error * x["beta"][t][:, None] * seen[t])
@@ -259,26 +302,29 @@ def run_virtual(case: RecurrentCase, ranks: int | None = None, **where: Any) -> 
     return _differentiate(case, leaves, out, state)
 
 
-def run_rank(case: RecurrentCase, rank: int, **where: Any) -> tuple[Results, Results]:
-    """(this rank's results, the same part of the results on virtual ranks). Gradients of parameters are left out."""
+def run_rank(case: RecurrentCase, rank: int, whole: Results | None = None, **where: Any) -> tuple[Results, Results]:
+    """(this rank's results, the same part of `whole`, the results on virtual ranks by default).
+
+    Gradients of parameters are left out: each rank has a part of them.
+    """
     layout, leaves = case.layout, {}
     cut = {"S", "A", "weight", "bias"}
     for name, x in case.tensors.items():
         leaves[name] = (x if name in cut else layout.shard_tensor(x, rank, case.dim)).clone().requires_grad_()
     padding = None if case.padding is None else layout.shard_tensor(case.padding, rank, 1)
     out, state = case.call(leaves, padding, **where)
-    whole_out = out.new_empty(*out.shape[: case.dim], layout.tokens, *out.shape[case.dim + 1 :])
-    grad, grad_state = case.cotangents(whole_out, state)
-    grad = layout.shard_tensor(grad, rank, case.dim)
-    grads = torch.autograd.grad(
-        [out, state], list(leaves.values()), [grad, grad_state if rank == 0 else grad_state * 0]
+    grad, grad_state = case.cotangents(
+        out.new_empty(*out.shape[: case.dim], layout.tokens, *out.shape[case.dim + 1 :]), state
     )
-    mine = {"out": out.detach(), "state": state.detach()}
-    mine |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True) if name not in cut}
-    whole = run_virtual(case)
-    theirs = {name: x if name == "state" else layout.shard_tensor(x, rank, case.dim) for name, x in whole.items()
-              if name in mine}  # fmt: skip
-    return mine, theirs
+    mine = _differentiate(
+        case, leaves, out, state,
+        (layout.shard_tensor(grad, rank, case.dim), grad_state if rank == 0 else grad_state * 0),
+    )  # fmt: skip
+    mine = {name: x for name, x in mine.items() if name in ("out", "state") or name.lstrip("d") not in cut}
+    whole = run_virtual(case) if whole is None else whole
+    return mine, {
+        name: whole[name] if name == "state" else layout.shard_tensor(whole[name], rank, case.dim) for name in mine
+    }
 
 
 def planned(case: RecurrentCase, rank: int) -> tuple[int, int]:
@@ -323,6 +369,30 @@ def equals_virtual(rank: int, cases: int) -> int:
         for name, x in mine.items():
             assert torch.equal(x, theirs[name]), (seed, case.kind, case.layout.name, name)
     return cases
+
+
+def hard_calls(rank: int, first: int, count: int) -> float:
+    """The largest error on this rank, over random hard calls, against single steps in fp64."""
+    worst = 0.0
+    for seed in range(first, first + count):
+        case = draw_hard(seed, KINDS[seed % len(KINDS)], ranks=torch.distributed.get_world_size())
+        mine, expected = run_rank(case, rank, of_first(lambda case=case: oracle(case)))
+        assert all(x.dtype == torch.float32 for x in mine.values())
+        worst = max(worst, error(mine, expected))
+    return worst
+
+
+def of_one_input(rank: int) -> list[str]:
+    """What raises if only the decays have a gradient, and where rank 1 differentiates once more than rank 0."""
+    v, layout = torch.ones(1, 6, 1, 2), "contiguous"
+    g = torch.full((1, 6, 1), -0.1, requires_grad=True)
+
+    def gradient(twice: bool) -> None:
+        out, _ = ra.gated_delta_rule(v, v, v, g, v[..., 0], layout=layout)
+        (grad,) = torch.autograd.grad(out.square().sum(), g, create_graph=True)
+        torch.autograd.grad((grad if twice else out).square().sum(), g)
+
+    return [told_by(lambda twice=twice: gradient(twice)) for twice in (False, rank == 1, True)]
 
 
 def refusals(rank: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,10 +66,22 @@ def test_wrong_calls_raise_on_every_rank(run_ranks: Run) -> None:
         assert all(word in text for text in texts), (word, texts)
 
 
-def test_strong_decays_stay_finite() -> None:
-    case = draw(3, "kda", ranks=2, plain=True)
-    case.tensors["g"] = torch.full_like(case.tensors["g"], -40.0)
-    assert error(run_virtual(case), oracle(case)) <= 1e-12
+@pytest.mark.parametrize("log", [-1e3, -1e5, -math.inf])
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "ssd"])
+def test_a_strong_decay_beside_weak_ones(kind: str, log: float) -> None:
+    """A token whose decay ends all before it, in one run and at its borders; the others are not rounded to it."""
+    case = replace(draw(3, kind, ranks=2, plain=True), padding=None)
+    x = case.tensors
+    for at in (0, 1, case.layout.tokens // 2, case.layout.tokens - 1):
+        if kind == "ssd":
+            x["dt"], x["A"] = torch.full_like(x["dt"], 1e-3), -torch.ones_like(x["A"])
+            x["dt"][:, at] = -max(log, -1e7)
+            x["x"][:, at] *= 1e-3
+        else:
+            x["g"] = torch.full_like(x["g"], -1e-3)
+            x["g"][:, at] = log
+        single = replace(case, tensors={name: y.float() for name, y in x.items()})
+        assert error(run_virtual(single), oracle(single)) <= 2e-6, at
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "ssd", "selective_scan"])
