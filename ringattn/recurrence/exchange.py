@@ -136,9 +136,11 @@ class Ranks:
         `units` holds a tensor [rows, width] for each run; `like` has 0 rows of the same width. Tokens chain the
         exchanges of a call, so that all ranks differentiate them in the same order.
         """
-        token, *got = _Move.apply(self, plan, number, tuple(units), like, token, *units.values())
-        parts = [part for part in plan.parts[number] if part.receiver in self.local]
-        return {(part.receiver, part.source): x for part, x in zip(parts, got, strict=True)}, token
+        parts = plan.parts[number]
+        sends = {part: units[part.source][-part.rows :] for part in parts if part.sender in self.local}
+        receives = tuple(part for part in parts if part.receiver in self.local)
+        token, *got = _Swap.apply(self, (*sends,), receives, like, plan.way, number, False, token, *sends.values())
+        return {(part.receiver, part.source): x for part, x in zip(receives, got, strict=True)}, token
 
     def swap(
         self, sends: Mapping[RunPart, Tensor], receives: Sequence[RunPart], like: Tensor, tag: int, what: str
@@ -205,77 +207,77 @@ def _exchange(
     }
 
 
-class _Move(torch.autograd.Function):
-    """One round of an exchange. The backward sends the gradients the other way."""
+class _Swap(torch.autograd.Function):
+    """`Ranks.swap`. Its derivative is the swap of the gradients the other way, which can be differentiated again."""
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: Ranks, plan: RunPlan, number: int, sources: tuple[int, ...], like: Tensor, token: Tensor,
-        *units: Tensor,
+        ctx: Any, ranks: Ranks, sends: tuple[RunPart, ...], receives: tuple[RunPart, ...], like: Tensor, way: str,
+        number: int, backward: bool, token: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.ranks, ctx.plan, ctx.number, ctx.sources, ctx.like = ranks, plan, number, sources, like
-        ctx.shapes, by_run, parts = [x.shape for x in units], dict(zip(sources, units, strict=True)), plan.parts[number]
-        sends = {part: by_run[part.source][-part.rows :] for part in parts if part.sender in ranks.local}
-        receives = [part for part in parts if part.receiver in ranks.local]
-        tag = Tags.of_call(ranks.number, backward=False).of(number)
-        return token.clone(), *ranks.swap(sends, receives, like, tag, f"{plan.way} of runs")
+        ctx.ranks, ctx.parts, ctx.others = ranks, (receives, sends), (like, way, number, not backward)
+        tag = Tags.of_call(ranks.number, backward=backward).of(number)
+        what = f"{'gradients of a ' if backward else ''}{way} of runs"
+        return token.clone(), *ranks.swap(dict(zip(sends, tensors, strict=True)), receives, like, tag, what)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        ranks, parts = ctx.ranks, ctx.plan.parts[ctx.number]
-        back = [part._replace(sender=part.receiver, receiver=part.sender) for part in parts]
-        mine = [part for part in back if part.sender in ranks.local]
-        receives = [part for part in back if part.receiver in ranks.local]
-        tag = Tags.of_call(ranks.number, backward=True).of(ctx.number)
-        sends = dict(zip(mine, (x.contiguous() for x in grads), strict=True))
-        got = ranks.swap(sends, receives, ctx.like, tag, f"gradients of a {ctx.plan.way} of runs")
-        sums = {source: ctx.like.new_zeros(shape) for source, shape in zip(ctx.sources, ctx.shapes, strict=True)}
-        for part, grad in zip(receives, got, strict=True):
-            sums[part.source][-part.rows :] += grad
-        return *(None,) * 5, token, *sums.values()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        back = [tuple(x._replace(sender=x.receiver, receiver=x.sender) for x in parts) for parts in ctx.parts]
+        return *(None,) * 7, *_Swap.apply(ctx.ranks, *back, *ctx.others, *grads)
 
 
 class Open(torch.autograd.Function):
-    """Returns x and the first autograd token of a call: an empty tensor that ties the call's exchanges together.
+    """Returns the first autograd token of a call, an empty tensor that ties its exchanges together, and the inputs.
 
     Every exchange takes a token and returns the next one. The backward therefore runs all exchanges, in order on every
-    rank, before it returns the gradient of x. `unused` are tensors that perhaps do not affect this rank's output; their
-    gradients are then zeros, not None.
+    rank, before it returns a gradient. Gradients of tensors that do not affect this rank's output are zeros, not None.
+
+    With create_graph=True the backward is such a call, too: it begins with `Open` in the backward of `Close`, and ends
+    with `Close` in that of `Open`. So all ranks run the exchanges of second derivatives in one order, too.
     """
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, x: Tensor, *unused: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.ranks, ctx.unused = ranks, unused
+    def forward(ctx: Any, ranks: Ranks, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.ranks, opened = ranks, [x if x is None else x.view_as(x) for x in inputs]
         if ranks.report is not None:  # messages begin: the other ranks do not raise alike what this rank raises
             ranks.report.common = (_StopRecomputationError,)
-        return x.view_as(x), x.new_zeros(())
+        ctx.mark_non_differentiable(
+            *(x for x, needed in zip(opened, ctx.needs_input_grad[1:], strict=True) if x is not None and not needed)
+        )
+        return next(x for x in inputs if x is not None).new_zeros(()), *opened
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, token: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.ranks.transport is not None:
             ctx.ranks.watch.detach()  # the last exchange has ended
-        return None, grad, *(None if x is None or not x.requires_grad else torch.zeros_like(x) for x in ctx.unused)
+        return None, *(Close.apply(ctx.ranks, token, *grads)[1:] if torch.is_grad_enabled() else grads)
 
 
 class Close(torch.autograd.Function):
-    """Returns the results of a call unchanged, but tied to its last autograd token.
+    """Returns a call's last autograd token and its results unchanged, but tied to the token.
 
     A rank that differentiates any of the results then takes part in every exchange of the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, token: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.token = ranks, token
-        return tuple(x.view_as(x) for x in results)
+    def forward(ctx: Any, ranks: Ranks, token: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.ranks, ctx.number, token = ranks, ranks.number, token.clone()
+        ctx.save_for_backward(token)
+        # Not views, which must not be modified in place.
+        return token, *(x if x is None else x.detach() for x in results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if (ring := ctx.ranks.transport) is not None:
+    def backward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Any, ...]:
+        ranks, (last,) = ctx.ranks, ctx.saved_tensors
+        if (ring := ranks.transport) is not None:
             with ErrorReport(ring, "backward", deferred=True, common=(RingAttentionError,)):
-                agree_backward(ring, ctx.ranks.number, deferred=False)
+                agree_backward(ring, ctx.number, deferred=False)
+            ranks.number = ring.events << TAG_BITS  # the backward's own, if it is differentiated
             # Where a node that is not ours raises, torch drops its callbacks: the others are told unless `Open` ended.
-            end = lambda: ctx.ranks.watch.detach()  # noqa: E731
-            why = f"an exception has ended its backward of {ctx.ranks.layer}. Look at that rank's own traceback"
-            ctx.ranks.watch = finalize(end, ring.fail, why)
+            end = lambda: ranks.watch.detach()  # noqa: E731
+            why = f"an exception has ended its backward of {ranks.layer}. Look at that rank's own traceback"
+            ranks.watch = finalize(end, ring.fail, why)
             torch.autograd.Variable._execution_engine.queue_callback(end)
-        return None, torch.zeros_like(ctx.token), *grads
+        # `last` makes the exchanges of this call's backward wait for those of the backward of its backward.
+        token, _, *grads = Open.apply(ranks, last, *grads)
+        return None, token, *grads

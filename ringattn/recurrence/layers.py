@@ -74,6 +74,7 @@ class _Scan:
     state, decay, out: the shapes of a state, of A, and of a row of the output.
     compute(*rows, cu_seqlens, initial_state, output_final_state) -> (out [1, rows, *out], states [pieces, *state]).
     maps(*rows, cu_seqlens, initial_state, spans) -> (A [pieces, *decay], B [pieces, *state]); A is used where spans[i].
+    The parameters of `run` follow the rows.
     matrix: A multiplies as a matrix; else elementwise, with broadcasting.
     """
 
@@ -94,11 +95,12 @@ class _Scan:
 
     def run(self, final: bool, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output [B, n, *out], state after the sequence [B, *state] or None); every rank gets the whole state."""
-        ranks, (first, *others) = self.ranks, self.tensors.values()
-        opened, token = Open.apply(ranks, first, self.initial, *parameters, *([] if first.numel() else others))
-        shards = zip(*(ranks.shard(x, 1) for x in (opened, *others)), strict=True)
+        ranks, count = self.ranks, len(self.tensors)
+        token, self.initial, *opened = Open.apply(ranks, self.initial, *self.tensors.values(), *parameters)
+        first, parameters = opened[0], tuple(opened[count:])
+        shards = zip(*(ranks.shard(x, 1) for x in opened[:count]), strict=True)
         rows = {r: tuple(x.reshape(1, -1, *x.shape[2:]) for x in xs) for r, xs in zip(ranks.local, shards, strict=True)}
-        before, token = self.exchange(rows, token)
+        before, token = self.exchange(rows, parameters, token)
         outs, units, last = [], dict[int, Tensor](), len(list_runs(ranks.layout)) - 1
         for rank, pieces in self.pieces.items():
             if not pieces:
@@ -106,7 +108,7 @@ class _Scan:
                 continue
             ends = {piece.row: place for place, piece in enumerate(pieces) if final and piece.run == last}
             out, states = self.compute(
-                *rows[rank], cu_seqlens=_cu_seqlens(pieces), initial_state=self.states(pieces, before),
+                *rows[rank], *parameters, cu_seqlens=_cu_seqlens(pieces), initial_state=self.states(pieces, before),
                 output_final_state=bool(ends),
             )  # fmt: skip
             outs.append(out.view(self.batch, -1, *self.out))
@@ -116,12 +118,12 @@ class _Scan:
         results = [ranks.unshard(outs, 1)]
         if final:
             plan = plan_rows(ranks.layout, None, 1, self.sizes[1] * self.zero.element_size(), ends=True)
-            state = self.zero.expand(self.batch, *self.state).clone() if self.initial is None else self.initial
+            state = (self.zero.expand(self.batch, *self.state) if self.initial is None else self.initial).clone()
             if plan.rounds:
                 got, token = ranks.move(plan, 0, units, self.zero.new_empty(0, self.sizes[1]), token)
                 state = got[ranks.local[0], last].view(state.shape)
             results.append(state)
-        out, *ended = Close.apply(ranks, token, *results)
+        _, out, *ended = Close.apply(ranks, token, *results)
         return out, ended[0] if ended else None
 
     def states(self, pieces: Sequence[Piece], before: Mapping[int, Tensor]) -> Tensor | None:
@@ -137,12 +139,12 @@ class _Scan:
         ]  # fmt: skip
         return None if all(x is self.zero for x in known) else torch.stack(known)
 
-    def exchange(self, rows: Mapping[int, Rows], token: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+    def exchange(self, rows: Mapping[int, Rows], parameters: Rows, token: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """(states, next autograd token): the state [B, *state] before each local run that needs one, by run."""
         ranks, unit = self.ranks, sum(self.sizes) * self.zero.element_size()
         machine = get_machine("cuda" if self.zero.is_cuda else "cpu")
         plan = plan_states(ranks.layout, self.documents, unit, machine)
-        units, like = self.summarize(plan, rows), self.zero.new_empty(0, sum(self.sizes))
+        units, like = self.summarize(plan, rows, parameters), self.zero.new_empty(0, sum(self.sizes))
         maps, states = dict[int, Tensor](), dict[int, Tensor]()
         for number, hops in enumerate(plan.rounds):
             sent = {hop.source: units[hop.source] for hop in hops if plan.rank_of(hop.source) in ranks.local}
@@ -163,7 +165,7 @@ class _Scan:
             units = maps = later
         return states, token
 
-    def summarize(self, plan: RunPlan, rows: Mapping[int, Rows]) -> dict[int, Tensor]:
+    def summarize(self, plan: RunPlan, rows: Mapping[int, Rows], parameters: Rows) -> dict[int, Tensor]:
         """For each local run that other runs need, the affine map from the state before it to that after it, packed.
 
         The map is 0 for batch rows in which a document ends with the run.
@@ -176,7 +178,7 @@ class _Scan:
             # A map spans its run if its document does; else the state before the run does not matter.
             spans = [piece.before > 0 and piece.start == plan.runs[piece.run].start for piece in tails]
             a, b = self.maps(
-                *(torch.cat([x[:, piece.begin : piece.end] for piece in tails], 1) for x in rows[rank]),
+                *(torch.cat([x[:, piece.begin : piece.end] for piece in tails], 1) for x in rows[rank]), *parameters,
                 cu_seqlens=_cu_seqlens(tails), initial_state=self.states(tails, {}), spans=spans,
             )  # fmt: skip
             a, b = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (a, b))
@@ -289,7 +291,8 @@ def ssd(
     compute = function or functions.find("ssd", x)
     return _mamba(
         _joined(**where), (x, dt, B, C), A, dims, ("H", "H P N", ("H", "", ""), "H P"), compute,
-        lambda dt: (dt * A)[..., None, None], layout, documents, padding, initial_state, output_final_state, function,
+        lambda dt, A: (dt * A)[..., None, None], layout, documents, padding, initial_state, output_final_state,
+        function,
     )  # fmt: skip
 
 
@@ -315,16 +318,16 @@ def selective_scan(
     compute = function or functions.selective_scan
     return _mamba(
         _joined(**where), (x, dt, B, C), A, dims, ("D N", "D N", ("D", "N"), "D"), compute,
-        lambda dt: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function,
+        lambda dt, A: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function,
     )  # fmt: skip
 
 
 def _mamba(
     ranks: Ranks, given: Rows, A: Tensor, dims: dict[str, str], shapes: tuple[str, str, Sequence[str], str],
-    compute: Compute, decays: Callable[[Tensor], Tensor], layout: str | Layout, documents: Documents | None,
+    compute: Compute, decays: Callable[[Tensor, Tensor], Tensor], layout: str | Layout, documents: Documents | None,
     padding: Tensor | None, initial_state: Tensor | None, final: bool, function: Compute | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A recurrence with A(run) = exp of the sum of decays(dt) [1, rows, *decay]; `shapes`: of A, state, decay, out."""
+    """A recurrence with A(run) = exp of the sum of decays(dt, A), [1, rows, *decay]; `shapes`: A, state, decay, out."""
     tensors = dict(zip(dims, given, strict=True))
     size = {"": 1} | ranks.agree(
         layout, documents,
@@ -336,18 +339,19 @@ def _mamba(
         raise InvalidInput(f"x has {size['H']} heads and B {size['G']} groups; groups must divide heads")
     tensors = _blank(tensors, padding)
 
-    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         return compute(x, dt, A, B, C, **options)
 
     def maps(
-        x: Tensor, dt: Tensor, *others: Tensor, cu_seqlens: list[int], spans: list[bool], initial_state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, *, cu_seqlens: list[int], spans: list[bool],
+        initial_state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         options: Any = {"outputs": False} if compute is functions.ssd else {}
         options |= {"cu_seqlens": cu_seqlens, "initial_state": initial_state, "output_final_state": True}
-        final = run(x, dt, *others, **options)[1]
+        final = run(x, dt, B, C, A, **options)[1]
         assert final is not None
         lengths = [b - a for a, b in pairwise(cu_seqlens)]
-        sums = [part.sum(0) for part in decays(dt.to(final.dtype))[0].split(lengths)]
+        sums = [part.sum(0) for part in decays(dt.to(final.dtype), A)[0].split(lengths)]
         return torch.stack(sums).exp(), final
 
     state, decay, out = (
@@ -431,8 +435,8 @@ def causal_conv1d(
         raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)
     layout, width, batch, channels = ranks.layout, size["K"] - 1, size["B"], size["C"]
-    opened, token = Open.apply(ranks, x, weight, bias, initial_state)
-    rows = {r: y.transpose(1, 2).contiguous() for r, y in zip(ranks.local, ranks.shard(opened, 2), strict=True)}
+    token, x, weight, bias, initial_state = Open.apply(ranks, x, weight, bias, initial_state)
+    rows = {r: y.transpose(1, 2).contiguous() for r, y in zip(ranks.local, ranks.shard(x, 2), strict=True)}
     initial = (
         x.new_zeros(batch, width, channels) if initial_state is None else initial_state.transpose(1, 2).to(x.dtype)
     )
@@ -465,7 +469,7 @@ def causal_conv1d(
         end = len(plan.runs) + ranks.local[0]
         last = [history(piece, halos, end) for piece in cut_ends(layout, documents, batch)]
         results.append(torch.stack(last).transpose(1, 2))
-    out, *state = Close.apply(ranks, token, *results)
+    _, out, *state = Close.apply(ranks, token, *results)
     return out, state[0] if state else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import recurrence_cases
 import torch
-from recurrence_cases import KINDS, draw, error, oracle, run_virtual
+from recurrence_cases import KINDS, draw, draw_hard, error, oracle, run_virtual
 
 import ringattn as ra
 from ringattn.recurrence import runs
@@ -66,6 +66,26 @@ def test_wrong_calls_raise_on_every_rank(run_ranks: Run) -> None:
         assert all(word in text for text in texts), (word, texts)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_strong_decays_and_second_derivatives_are_exact(kind: str) -> None:
+    for seed in range(4):
+        case = draw_hard(seed, kind)
+        found = run_virtual(case)
+        assert all(x.dtype == torch.float32 for x in found.values())
+        assert error(found, oracle(case)) <= 5e-6, (seed, case.autocast, case.twice)
+
+
+@pytest.mark.multi
+def test_hard_calls_are_exact_on_ranks(run_ranks: Run) -> None:
+    assert max(run_ranks(recurrence_cases.hard_calls, 2, 100, 14, timeout=120)) <= 5e-6
+
+
+@pytest.mark.multi
+def test_derivatives_of_one_input_and_of_different_orders(run_ranks: Run) -> None:
+    for first, *others in run_ranks(recurrence_cases.of_one_input, 3, timeout=60):
+        assert first == others[-1] == "fine" and "disagree about which backward" in others[0]
+
+
 @pytest.mark.parametrize("log", [-1e3, -1e5, -math.inf])
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "ssd"])
 def test_a_strong_decay_beside_weak_ones(kind: str, log: float) -> None:
@@ -82,6 +102,21 @@ def test_a_strong_decay_beside_weak_ones(kind: str, log: float) -> None:
             x["g"][:, at] = log
         single = replace(case, tensors={name: y.float() for name, y in x.items()})
         assert error(run_virtual(single), oracle(single)) <= 2e-6, at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_can_be_modified_in_place(kind: str) -> None:
+    case = draw(5, kind, ranks=3)
+    given = {name: x.clone().requires_grad_() for name, x in case.tensors.items()}
+
+    def gradients(double: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        results = [double(x) for x in case.call(given, case.padding, ranks=3)]
+        grads = torch.autograd.grad([x.square().sum() for x in results], list(given.values()), materialize_grads=True)
+        return [*results, *grads]
+
+    apart = zip(gradients(lambda x: x.mul_(2)), gradients(lambda x: x * 2), strict=True)
+    assert all(torch.equal(a, b) for a, b in apart)
+    assert all(torch.equal(given[name], x) for name, x in case.tensors.items())
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "ssd", "selective_scan"])
