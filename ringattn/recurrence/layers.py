@@ -53,7 +53,7 @@ def _collective(layer: Callable[P, T]) -> Callable[P, T]:
         if ranks.report is None:
             with computing(device):
                 return layer(*args, **options)
-        with one_thread(ranks.report), ranks.report, computing(device):
+        with computing(device), one_thread(ranks.report), ranks.report:
             return layer(*args, **options)
 
     return cast("Callable[P, T]", torch.compiler.disable(call))

@@ -82,8 +82,8 @@ def break_function(patch: pytest.MonkeyPatch, kind: str, fault: str) -> None:
     patch.setattr(functions, name, _broken(getattr(functions, name), fault))
 
 
-def attempt(case: RecurrentCase, rank: int, group: Any, fault: str = "") -> None:
-    """A forward and a backward of this rank's part of a call, with a fault."""
+def attempt(case: RecurrentCase, rank: int, group: Any, fault: str = "", *, backward: bool = True) -> None:
+    """A forward, and a backward, of this rank's part of a call, with a fault."""
     cut, layout = {"S", "A", "weight", "bias"}, case.layout
     leaves: dict[str, Any] = {
         name: (x if name in cut else layout.shard_tensor(x, rank, case.dim)).clone().requires_grad_()
@@ -103,7 +103,8 @@ def attempt(case: RecurrentCase, rank: int, group: Any, fault: str = "") -> None
         if fault == "interrupt before":
             patch.setattr(exchange, "spell_layout", _broken(len, "interrupt"))
         results = [x for x in case.call(given, padding, group=group, **more) if x.requires_grad]
-        torch.autograd.grad(results, list(leaves.values()), [x.detach() + 1 for x in results], allow_unused=True)
+        if backward:
+            torch.autograd.grad(results, list(leaves.values()), [x.detach() + 1 for x in results], allow_unused=True)
 
 
 def run_faults(rank: int, seeds: list[int]) -> list[tuple[str, int, str, str, str]]:
@@ -166,7 +167,8 @@ def second_thread(rank: int) -> list[list[str]]:
         return function(*args, **options)
 
     def call(name: str) -> None:
-        answers[name] = told_by(lambda: attempt(case, rank, group))
+        # Without a backward, which the first thread would begin before or after the refusal of the second.
+        answers[name] = told_by(lambda: attempt(case, rank, group, backward=False))
 
     with pytest.MonkeyPatch.context() as patch:
         if odd:
