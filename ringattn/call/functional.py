@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ..dtypes import check_type
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Pattern
@@ -307,7 +306,8 @@ def get_transport(
     if transport is not None:
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already gives the ranks; leave out group= and mesh=")
-        check_type("transport", transport, "Transport")
+        if not hasattr(transport, "announce"):  # transports of other packages need no common base
+            raise InvalidInput(f"transport={shown(transport)}: expected a Transport; try group=, or leave it out")
         return transport
     from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group
 
