@@ -13,7 +13,7 @@ import numpy as np
 from ..cache import Cache, cached
 from ..layout.regular import Layout
 from ..pattern.base import Pattern, Side
-from ..pattern.tile import Tile, clip, join_runs, locate, merge_runs, shift_range
+from ..pattern.tile import Tile, clip, find_runs, join_runs, locate, merge_runs, shift_range
 from .row_sets import ALL_ROWS, WHOLE_BLOCK, AllRows, RowSet, RowSets, count_rows, group_heads, to_ranges, union
 from .work import (
     Work,
@@ -210,7 +210,9 @@ class BlockDemand(ABC):
                 if mask.all():
                     return WHOLE_BLOCK
         mask = mask[:, np.argsort(np.argsort(positions))]  # from ascending positions back to the order of the shard
-        return group_heads([to_ranges(np.flatnonzero(row)) for row in mask], len(positions))
+        # In the form that a table of rows gives, if there may be one: see `RowReach.needed`.
+        runs = len(self.layout.shard(owner)) <= self.most_ranges and self.pattern.run(self.side, 0, 0) is not None
+        return group_heads([find_runs(row) if runs else to_ranges(np.flatnonzero(row)) for row in mask], len(positions))
 
     @cached
     def _needed_bits(self, rank: int, owner: int) -> np.ndarray:

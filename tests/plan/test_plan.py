@@ -83,11 +83,12 @@ def test_plans_are_frozen_cached_and_told_apart() -> None:
         make_plan(Causal(), tokens=100, ranks=5),
         make_plan(Causal(), tokens=100, ranks=4, layout="zigzag"),
         make_plan(Causal(), tokens=100, ranks=4, schedule="allgather"),
+        make_plan(Causal(), tokens=100, ranks=4, schedule="direct"),
         make_plan(Causal(), tokens=100, ranks=4, dtype="bfloat16"),
         make_plan(Causal(), tokens=100, ranks=4, heads=2),
         make_plan(Causal(), tokens=100, ranks=4, batch=2),
     ]
-    assert len({plan.hash, *(other.hash for other in others)}) == 9
+    assert len({plan.hash, *(other.hash for other in others)}) == 10
 
 
 def test_edited_json_is_refused() -> None:
