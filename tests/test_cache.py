@@ -8,12 +8,13 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ringattn as ra
-from ringattn.cache import ENTRY, Cache, estimate_bytes
+from ringattn.cache import ENTRY, Cache, cached, estimate_bytes
 from ringattn.layout.regular import make_layout
 from ringattn.machine.presets import get_machine
 from ringattn.pattern import Pattern
@@ -45,6 +46,19 @@ def test_none_is_an_answer_and_an_error_is_not() -> None:
     with pytest.raises(ZeroDivisionError):
         cache.answer("error", lambda: 1 // 0)
     assert cache.answer("error", lambda: 2) == 2
+
+
+def test_functions_and_named_arguments_have_answers_of_their_own() -> None:
+    class Owner:
+        cache = Cache(1 << 16)
+
+    def make(name: str) -> Any:
+        return cached(lambda owner, x, by=1: (name, x, by))
+
+    owner, one, two = Owner(), make("one"), make("two")
+    calls = [(f, x, by) for f in (one, two) for x in (1, 2) for by in (1, 2)]
+    found = [f(owner, x, by=by) for _ in range(2) for f, x, by in calls]
+    assert found == 2 * [(name, x, by) for name in ("one", "two") for x in (1, 2) for by in (1, 2)]
 
 
 def test_a_value_that_grows_is_weighed_again_and_a_large_one_alone_is_kept() -> None:

@@ -53,10 +53,18 @@ def test_random_rectangles_are_the_dense_result(cross: bool, monkeypatch: pytest
         _same(plan, rectangle, source, [outcome for group in seen for outcome in group])
 
 
-def test_queries_of_some_heads_only_are_counted_under_their_heads() -> None:
+@pytest.mark.parametrize(
+    ("layout", "q_layout"),
+    [
+        ("contiguous", "shifted(striped, 8)"),
+        ("shifted(zigzag, 26)", "joined(shifted(rows(1, 1, 10), 43)[12], shifted(striped(5), 0)[31])"),
+        ("joined(shifted(contiguous, 1)[29], shifted(striped(8), 44)[9], shifted(rows(0, 1, 4), 39)[5])", "striped"),
+    ],
+)
+def test_queries_of_some_heads_only_are_counted_under_their_heads(layout: str, q_layout: str) -> None:
     """Offsets differ by head, so a rank may need a block's queries of one head, which then travel alone."""
     sizes: dict[str, Any] = {"tokens": 43, "q_tokens": 43, "ranks": 3, "heads": 2, "head_dim": 8, "dtype": "float64"}
-    layouts: dict[str, Any] = {"layout": "contiguous", "q_layout": "shifted(striped, 8)", "schedule": "double_ring(1)"}
+    layouts: dict[str, Any] = {"layout": layout, "q_layout": q_layout, "schedule": "double_ring(1)"}
     plan = ra.make_plan(ra.Dilated((8, 16), (1, 2)), rotate="q", **sizes, **layouts)
     report = whole(plan, make_source(plan), grads=True)
     assert report.passed, report
