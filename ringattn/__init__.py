@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .integrations.context_parallel import context_parallel as context_parallel
     from .integrations.context_parallel import context_parallel_unshard as context_parallel_unshard
     from .kernels.dropout import Dropout as Dropout
+    from .kernels.memory import auto_batch_size as auto_batch_size
     from .layout.regular import Layout as Layout
     from .layout.regular import make_layout as make_layout
     from .machine.machine import Machine as Machine
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from .recurrence.layers import gated_delta_rule as gated_delta_rule
     from .recurrence.layers import selective_scan as selective_scan
     from .recurrence.layers import ssd as ssd
-    from .runtime.memory import auto_batch_size as auto_batch_size
     from .simulator.timing.auto import predict as predict
     from .simulator.timing.simulation import simulate as simulate
     from .simulator.timing.solvers.recurrence import Stall as Stall
@@ -97,7 +97,7 @@ _NAMES = {
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",
     "recurrence.layers": "affine_scan causal_conv1d gated_delta_rule selective_scan ssd",
-    "runtime.memory": "auto_batch_size",
+    "kernels.memory": "auto_batch_size",
     "call.graph_op": "keep_attention save_attention_policy",
     "compat": (
         "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"

@@ -192,7 +192,7 @@ def test_a_job_on_ranks_loads_no_simulator() -> None:
         "ra.virtual_attention(x, x, x, 'Causal()', ranks=2, schedule='ring').sum().backward()"
     )
     names = [name for name in modules_after(statement) if name.startswith("ringattn.")]
-    assert "ringattn.runtime.executor" in names
+    assert "ringattn.runtime.ring" in names
     assert not [name for name in names if name.split(".")[1] in ("simulator", "cli", "lab")]
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..dtypes import ITEM_BYTES, check_type, dtype_name, take_numbers
 from ..errors import InvalidInput
-from ..kernels.base import is_dense, kind_of
-from ..runtime.memory import out_of_memory
+from ..kernels.memory import is_dense, kind_of, out_of_memory
 from ..text import did_you_mean, plural
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from .. import cache
 from ..kernels.base import Kernel
+from ..kernels.memory import empty
 from ..kernels.pad import HIDDEN
+from ..kernels.softmax import sinks_gradient
 from ..plan.plan import Plan
-from ..runtime.executor import ForwardResult, Job, backward, count_saved, forward
-from ..runtime.memory import empty
-from ..runtime.softmax import sinks_gradient
+from ..runtime.passes import backward, count_saved, forward
+from ..runtime.ring import ForwardResult, Job
 from ..transport.base import Tags, Transport, drive
 from ..transport.records import ErrorReport
 from ..transport.virtual import VirtualRanks

@@ -17,13 +17,14 @@ from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import wide
+from ..kernels.memory import empty
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
-from ..runtime.executor import ForwardResult, Job, backward, forward
 from ..runtime.host import Host, Storage
-from ..runtime.memory import empty
+from ..runtime.passes import backward, forward
 from ..runtime.peak_memory import available
+from ..runtime.ring import ForwardResult, Job
 from ..transport.base import Counters
 from .autograd import Runner
 from .compile import CompiledCall

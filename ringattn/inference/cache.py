@@ -20,6 +20,7 @@ from ..call.handshake import LIMIT
 from ..dtypes import check_type
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels.base import as_dtype, wide
+from ..kernels.softmax import merge_sinks_
 from ..layout import Layout, nonempty
 from ..layout.composed import shift_layout
 from ..layout.regular import make_layout
@@ -29,7 +30,6 @@ from ..pattern.base import check_integer
 from ..pattern.tile import clip, find_runs, shift_range
 from ..pattern.views import Shifts
 from ..plan.row_sets import Ranges
-from ..runtime.softmax import merge_sinks_
 from ..text import plural, shown
 from ..transport.base import TAG_BITS, Program, Tags
 from ..transport.records import FINGERPRINT_BYTES, ErrorReport, Exchange, compare_records, digest

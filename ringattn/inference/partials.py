@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..call.compile import CompiledCall
-from ..kernels.base import as_dtype, wide
+from ..kernels.contract import Pair
+from ..kernels.memory import MergeSpace, align_rows, as_dtype, empty, wide
+from ..kernels.softmax import merge_
+from ..kernels.sums import KernelCall, OutputAccumulator, Section
+from ..kernels.views import RowViews, batches, select_inputs
 from ..pattern.base import Pattern
 from ..plan.work import Work
-from ..runtime.accumulators import KernelCall, OutputAccumulator, Pair, RowViews, Section, align_rows, select_inputs
-from ..runtime.memory import MergeSpace, empty
-from ..runtime.program import batches
-from ..runtime.softmax import merge_
 from ..transport.base import Message, Post, Program, Tags, Wait
 from .holdings import Holdings
 from .store import LayerStore

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.memory import empty
 from ..plan.row_sets import Ranges
-from ..runtime.memory import empty
 from .holdings import Kept
 
 #: A fork shares blocks of more rows than this between beams, and copies shorter blocks.

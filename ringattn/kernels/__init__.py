@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
 from ..text import did_you_mean
 from .base import Kernel
+from .merges import MERGES as MERGES
+from .merges import merging as merging
+from .merges import missing as missing
 
 if TYPE_CHECKING:
     from .dropout import Dropout
@@ -67,6 +59,7 @@ def get_kernel(
         if feature not in KERNELS[base].features:
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
+    assert isinstance(kernel, Kernel)
     kernel.check(q, k, v)
     return kernel.derive(asked=(choice, deterministic), **asked)
 
@@ -98,63 +91,3 @@ def available() -> dict[str, str]:
         state = kernel.missing() or "ok"
         states |= {name: state, **{f"{name}:{choice}": state for choice in kernel.choices}}
     return states
-
-
-#: What computes merges and sums: "torch", "triton", or "auto": triton for CUDA tensors if Triton can run, else torch.
-MERGES = ("auto", "torch", "triton")
-#: One choice for all threads, because torch runs a backward on CUDA in its own threads.
-_choice = "auto"
-
-
-@contextmanager
-def merging(choice: str) -> Iterator[None]:
-    """Context manager that selects what merges partial results and sums gradients, in all threads.
-
-    `choice` is one of `MERGES`, such as "triton" or "torch". Raises InvalidInput for an unknown choice, and Unsupported
-    for "triton" if Triton cannot run.
-    """
-    global _choice
-    if choice not in MERGES:
-        raise InvalidInput(f"merging({choice!r}): unknown; expected {', '.join(MERGES)}")
-    if choice == "triton" and (reason := missing()):
-        raise Unsupported(f"merging('triton'): {reason}; or try merging('torch')")
-    before, _choice = _choice, choice
-    try:
-        yield
-    finally:
-        _choice = before
-
-
-@lru_cache(maxsize=1)
-def missing() -> str | None:
-    """Why Triton cannot run here; None if it can. Triton needs a C compiler and Python's headers."""
-    if find_spec("triton") is None:
-        return "Triton is not installed; try pip install 'ringattn[triton]'"
-    if _fused().INTERPRETED:
-        return None
-    if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton finds no C compiler; install gcc, or set CC"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Triton needs Python.h; install the headers of Python, such as python3-dev"
-    return None
-
-
-def _fused() -> ModuleType:
-    return import_module(".fused", __package__)
-
-
-def fused_kernels(device: torch.device) -> ModuleType | None:
-    """The module with Triton kernels for merges and sums on this device; None if torch computes them there."""
-    return _fused() if _by_triton(_choice, device) else None
-
-
-@lru_cache(maxsize=64)
-def _by_triton(choice: str, device: torch.device) -> bool:
-    """Whether Triton merges and sums tensors on this device."""
-    if choice == "triton":
-        if device.type != "cuda" and not _fused().INTERPRETED:
-            raise Unsupported(f"merging('triton') needs tensors on a cuda device, got {device}; try merging('auto')")
-        return True
-    if choice == "torch" or device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and missing() is None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..plan.work import Work, join_repetitions
-from .base import STRIP_ROWS, Kernel, band, cut_strips, expand_heads, halve, is_causal
+from .base import STRIP_ROWS, Kernel, band, cut_strips, expand_heads, halve
 from .pad import crop_to, pad_to
 
 #: A banded work of at most this many pairs is one masked call: splitting would cost more time than it saves.
@@ -76,7 +76,7 @@ class AtenCpu(Kernel):
             for single in work.repetitions():
                 for first in range(0, rows, step):
                     yield single.narrow((first, min(first + step, rows)), (0, keys))
-        elif work.dense or rows * keys <= SMALL or (is_causal(work) and rows <= self.triangle_rows):
+        elif work.dense or rows * keys <= SMALL or (work.causal and rows <= self.triangle_rows):
             yield from work.repetitions(max_repeat)
         elif work.hi is None:
             # First the keys that every row sees, then the triangle, then the rows that see all keys.
@@ -96,7 +96,7 @@ class AtenCpu(Kernel):
                     yield from x.repetitions(min(CALL_ROWS // len(x.q), self.strip_keys // x.keys) // len(x.heads))
 
     def op_of(self, call: Work, head_dim: int) -> str:
-        kind = "dense" if call.dense else "causal" if is_causal(call) else "masked"
+        kind = "dense" if call.dense else "causal" if call.causal else "masked"
         return f"{kind} flash for CPUs"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
     if work.dense:
         return False, None
-    if is_causal(work):
+    if work.causal:
         return True, None
     return False, _mask(len(work.q), work.keys, work.lo, work.hi, dtype)
 

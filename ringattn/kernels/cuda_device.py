@@ -13,7 +13,6 @@ import torch
 
 from ..dtypes import dtype_name
 from ..plan.work import Work
-from .base import is_causal
 
 OPS = ("flash", "cudnn", "efficient")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -95,7 +94,7 @@ class CudaDevice:
     def cudnn_refuses(self, work: Work, width: int) -> str | None:
         """The reason why cuDNN does not compute this call with head dim `width`; None if it does."""
         rows, keys, kv_heads = len(work.q), work.keys, len(work.kv)
-        if not (work.dense or is_causal(work)):
+        if not (work.dense or work.causal):
             return "it has no windows, and counts causal calls from the first row and key"
         if width > CUDNN_HEAD_DIM:
             return f"it takes head dims up to {CUDNN_HEAD_DIM}, not {width}"

@@ -20,7 +20,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """The same as `runtime.softmax.merge_`, with a Triton kernel.
+    """The same as `kernels.softmax.merge_`, with a Triton kernel.
 
     out and part are [B, H, n, D], lse and part_lse [B, H, n], with any strides.
     """

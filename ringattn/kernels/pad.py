@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import InvalidInput, Unsupported
-from .base import as_dtype, is_dense, kind_of, wide
+from .memory import as_dtype, is_dense, kind_of, wide
 
 #: Columns added for the gradient of lse, and for padded keys. Libraries want multiples of 8.
 EXTRA = 8

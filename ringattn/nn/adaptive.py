@@ -16,8 +16,8 @@ from ..call.autograd import compilable
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels.base import wide
+from ..kernels.softmax import merge
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
-from ..runtime.softmax import merge
 from ..transport.records import Exchange
 from .core import CoreKeywords, RingAttention, check_kv_heads
 

@@ -293,7 +293,7 @@ class KeyDemand(BlockDemand):
         if self.readers is self.layout or len(keys) <= MOST_RANGES:
             return sum(self.pattern.count(q, k, range(self.heads)) for q in rows for k in keys)
         works = self.works(rank, owner, ALL_ROWS)
-        return sum(len(w.heads) * Tile(w.heads, range(len(w.q)), range(w.keys), w.lo, w.hi).pairs for w in works)
+        return sum(work.pairs for work in works)
 
     def _find_tiles(self, rank: int, owner: int) -> Iterator[Tile]:
         return find_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
@@ -354,14 +354,16 @@ class QueryDemand(BlockDemand):
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
-        """What `rank` computes with its own keys and the query rows of `owner`, combined into few works.
+        """The computations of `works` as fewer works: short runs of keys are joined, equal works become one."""
+        return tuple(join_repetitions(join_keys(self.works(rank, owner, row_set))))
+
+    def works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
+        """What `rank` computes with its own keys and the query rows of `owner`.
 
         With a `RowSet`, query heads and rows are numbered as in the tensor of the row set.
         """
         works = self.keys.works(owner, rank, ALL_ROWS)
-        if isinstance(row_set, RowSet):
-            works = tuple(restrict_queries(works, row_set))
-        return tuple(join_repetitions(join_keys(works)))
+        return tuple(restrict_queries(works, row_set)) if isinstance(row_set, RowSet) else works
 
 
 def _kv_heads(heads: range, group: int) -> Iterator[range]:

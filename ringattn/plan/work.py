@@ -53,6 +53,11 @@ class Work(Value):
         """Whether every query row sees every key row, or every key row of its sequence."""
         return self.lo is None and self.hi is None
 
+    @property
+    def causal(self) -> bool:
+        """Whether row i sees key j iff j <= i, counted from the first row and the first key."""
+        return self.lo == 0 and self.hi is None
+
     @cached_property
     def memo(self) -> dict[object, Any]:
         """Values that kernels store with this work, such as index tensors on a device, for as long as it lives."""
@@ -79,6 +84,12 @@ class Work(Value):
     def keys(self) -> int:
         """The number of key rows of one repetition."""
         return sum(map(len, self.k))
+
+    @property
+    def pairs(self) -> int:
+        """The (query, key, head, branch) pairs."""
+        tile = Tile(self.heads, range(len(self.q)), range(self.keys), self.lo, self.hi)
+        return len(self.heads) * self.repeat * tile.pairs
 
     @property
     def rows(self) -> range:

@@ -1,1 +1,1 @@
-"""What one call runs on a rank: the handshake, the executor of the plan, and autograd."""
+"""What one call runs on a rank: the ring, the program of a rank, and its buffers."""

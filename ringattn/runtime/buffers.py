@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from itertools import count
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.base import wide
+from ..cache import cached
+from ..kernels.contract import Tensors
+from ..kernels.memory import wide
 from ..plan.plan import Plan
-from ..plan.row_sets import RowCopy, RowSet, find_copies
+from ..plan.row_sets import RowCopy, RowSet, find_copies, to_numbers
 from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Wait
-from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, Tensors, View
+from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, View
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -377,6 +380,17 @@ def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
 def _use(part: Part) -> tuple[bool, int]:
     """A key that is equal for parts that are used and freed together: all parts of an owner's block, or of its sum."""
     return part.kind in SUMS, part.owner
+
+
+@cached
+def find_places(plan: Plan, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(heads [H], positions [1 or H, rows]) of a part of a block, int64."""
+    positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
+    heads = np.arange(plan.part_heads(part.kind))
+    if isinstance(rows, RowSet):
+        heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])
+    with torch.inference_mode(False):  # the cache outlives the caller's inference mode
+        return torch.as_tensor(heads, device=device), torch.as_tensor(np.atleast_2d(positions), device=device)
 
 
 def place_parts(

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache import cached
+from ..kernels.contract import Tensors
+from ..kernels.memory import empty
 from ..layout.regular import Layout
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, as_range
 from ..plan.steps import Hop, Kind, Part, Step
 from ..transport.base import Program
 from .buffers import Buffer, Recorder, StepMessages, TensorSpec, tensor_specs
-from .memory import empty
-from .tensors import Actions, Numbers, PassTensors, Tensors
+from .tensors import Actions, Numbers, PassTensors
 
 #: Heads and rows of a tensor [B, heads, rows, D].
 Side = tuple[range, range | np.ndarray]

@@ -1,27 +1,25 @@
-"""A rank's forward and backward, resolved from its plan before the first message: copies, messages and kernel calls."""
+"""A rank's forward and backward, resolved from its plan before the first message: copies, messages and visits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..cache import cached
-from ..kernels.base import Kernel
+from ..kernels.contract import KernelPass, VisitKernel
 from ..plan.plan import Plan
 from ..plan.steps import Kind, Part
-from ..plan.work import Work
-from .accumulators import VisitPart, make_merge_plan
-from .buffers import SUM_OF, RankState, Recorder, tensor_specs
-from .tensors import Actions, Memory, Numbers
+from ..plan.visit import Visit
+from ..transport.base import Compute, Program, Tags, Wait
+from .buffers import SUM_OF, RankState, Recorder
+from .tensors import Actions, Memory, NumberedPost, Numbers, PassTensors
 
 if TYPE_CHECKING:
     from .head_exchange import ExchangeStep
 
-#: The most query rows times heads times batch of one call, which bounds what a kernel allocates.
-BATCH_ROWS = 1 << 18
 #: (kinds of a rank's own blocks, kinds of the sums for its own rows), by what rotates and whether in a backward.
 OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
     ("kv", False): (("kv",), ()),
@@ -32,31 +30,29 @@ OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Visit:
-    """The kernel calls with which a rank computes one block, with the numbers of the tensors that they use.
+class Stop:
+    """A visit with the numbers of its tensors, and the copies that prepare them.
 
-    `block` are the tensors of `part` of the block; `copies` prepare them. The forward of pass-KV uses `parts`. Any
-    other pass uses `works` and adds to `sums`; a backward reads lse and delta of the queries from `rows`. With
-    `is_new`, the only call is the first to write `sums`, and writes all of them.
+    `block` are the visiting tensors, and `sums` those that travel with them; none in the forward of pass-KV. In the
+    backward of pass-Q, `rows` are lse and delta of the visiting queries. `label` names the visit in traces.
     """
 
+    visit: Visit
     copies: Actions
-    part: Part
     block: Numbers
-    parts: tuple[VisitPart, ...] = ()
-    works: tuple[Work, ...] = ()
-    rows: Numbers = ()
-    sums: Numbers = ()
-    is_new: bool = False
+    rows: Numbers
+    sums: Numbers
+    label: str
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank does in one step of the ring: it posts messages, computes with blocks, and waits for messages."""
+    """What a rank does in one step of the ring: it posts messages, computes visits, and waits for messages."""
 
     posts: Actions
-    visits: tuple[Visit, ...]
+    stops: tuple[Stop, ...]
     waits: Actions
+    label: str
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,8 @@ class RankProgram:
 
     The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind). With schedule ulysses,
     `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the ring; otherwise they are
-    None. Ring steps are numbered from `first` on. `empty` are the local rows that see no key. `saved` are the tensors
-    that the forward keeps for the backward.
+    None. `unseen` are the local rows without a pair, as the kernel found them. `saved` are the tensors that the forward
+    keeps for the backward. `rotates` says whether keys ("kv") or queries ("q") visit.
     """
 
     memory: Memory
@@ -75,21 +71,59 @@ class RankProgram:
     sums: dict[Kind, Numbers]
     saved: Numbers
     rotates: str
-    first: int
-    empty: tuple[range, ...]
+    unseen: Any
     enter: ExchangeStep | None
     leave: ExchangeStep | None
 
+    def __repr__(self) -> str:
+        """One line; `Plan.listing` prints the steps."""
+        posts = sum(isinstance(action, NumberedPost) for step in self.steps for action in step.posts)
+        visits = sum(len(step.stops) for step in self.steps)
+        return f"<RankProgram: {self.rotates} travels, {len(self.steps)} steps, {posts} posts, {visits} visits>"
 
-def forward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, save: bool) -> RankProgram:
-    """The forward of `rank`, with the kernel calls of `kernel`. Cached by the plan."""
+
+class RingRun(PassTensors):
+    """One execution of a program: its tensors by number, and its steps."""
+
+    def __init__(self, program: RankProgram, device: torch.device, tags: Tags) -> None:
+        super().__init__(program.memory, device, tags)
+        self.program, self.steps = program, program.steps
+
+    def post(self, step: RingStep) -> Program[None]:
+        """Post the step's messages."""
+        return self.perform(step.posts, step.label)
+
+    def compute(
+        self, step: RingStep, kernel: KernelPass, tensors: Callable[[Stop], tuple[Any, ...]], backward: bool
+    ) -> Program[None]:
+        """Compute the step's visits; `tensors` gives the arguments of the kernel's visit after the first one."""
+        for stop in step.stops:
+            if stop.copies:
+                yield from self.perform(stop.copies)
+            yield Compute(kernel, stop.visit, tensors(stop), backward, stop.label)
+
+    def wait(self, step: RingStep) -> Program[None]:
+        """Wait for the messages that are due, and add the sums that arrived to those computed here."""
+        return self.perform(step.waits)
+
+    def arrive(self, step: RingStep) -> Program[None]:
+        """Wait for all messages that the step has posted, due or not."""
+        return self.perform(tuple(Wait(post.ticket) for post in step.posts if isinstance(post, NumberedPost)))
+
+    def take_in(self, step: RingStep) -> Program[None]:
+        """The part of `wait` that is left once messages have arrived: add the sums that arrived."""
+        return self.perform(tuple(action for action in step.waits if not isinstance(action, Wait)))
+
+
+def forward_program(plan: Plan, rank: int, kernel: VisitKernel, device: torch.device, *, save: bool) -> RankProgram:
+    """The forward of `rank`, with the tables of `kernel`. Cached by the plan."""
     return plan.cache.answer(
         (forward_program, rank, kernel.key, device, save), lambda: _resolve(plan, rank, kernel, device, save=save)
     )
 
 
-def backward_program(plan: Plan, rank: int, kernel: Kernel, device: torch.device) -> RankProgram:
-    """The backward of `rank`, with the kernel calls of `kernel`. Cached by the plan."""
+def backward_program(plan: Plan, rank: int, kernel: VisitKernel, device: torch.device) -> RankProgram:
+    """The backward of `rank`, with the tables of `kernel`. Cached by the plan."""
     key = backward_program, rank, kernel.key, device
     return plan.cache.answer(key, lambda: _resolve(plan, rank, kernel, device, save=True, backward=True))
 
@@ -99,36 +133,16 @@ def exchanges_heads(plan: Plan) -> bool:
     return plan.ulysses_size > 1 and plan.batch > 0
 
 
-def batches(work: Work, count: int) -> Sequence[slice | None]:
-    """The slices of a batch of `count` elements that `work` computes one after another; None is the whole batch.
-
-    A call has at most BATCH_ROWS rows. A work with repetitions takes one element of the batch per call. In a packed
-    work each sequence counts as at least 5 rows, so that a call (BATCH_ROWS = 262,144) has at most 52,428 sequences; a
-    CUDA grid has at most 65,535.
-    """
-    if count <= 1:
-        return (None,)
-    rows = max(len(work.q) * len(work.heads), 5 * len(work.sequences), work.copied_rows)
-    size = max(1, BATCH_ROWS // rows) if work.repeat == 1 else 1
-    if size >= count:
-        return (None,)
-    return [slice(first, first + size) for first in range(0, count, size)]
-
-
 def _resolve(
-    plan: Plan, rank: int, kernel: Kernel, device: torch.device, *, save: bool, backward: bool = False
+    plan: Plan, rank: int, kernel: VisitKernel, device: torch.device, *, save: bool, backward: bool = False
 ) -> RankProgram:
-    """The forward, or the backward, of `rank`."""
+    """The forward, or the backward, of `rank`: record its steps, then let the kernel prepare all visits."""
     ring_plan, owner = plan.ring_plan(rank)
     rank_plan = plan.for_rank(rank)
     steps = rank_plan.backward if backward else rank_plan.forward
     rotates = ring_plan.rotates if backward else ring_plan.forward_rotates
     saved = rank_plan.saved if save and rotates == "kv" else ()
-    is_output = not backward and rotates == "kv"  # the visits write the output of this rank
-    merges, empty = make_merge_plan(ring_plan, owner, kernel) if is_output else ((), ())
-    parts_of_visits = iter(merges)
     demand = ring_plan.query_demand if rotates == "q" else ring_plan.demand
-    calls_of = (kernel.for_backward() if backward else kernel).calls_of
     with torch.inference_mode(False):  # index tensors outlive the caller's inference mode
         recorder = Recorder(plan, _largest_message(plan, rank), device)
         enter = leave = None
@@ -140,51 +154,48 @@ def _resolve(
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record("dout" if backward else "qkv")
         own, sums = OWN[rotates, backward]
         state = RankState(recorder, ring_plan, owner, steps, own, saved, sums=sums, given=backward)
-        written = []
+        recorded = []
         for index in ring_steps:
+            label = f"{'backward' if backward else 'forward'} step {index}"
             state.start(index)
-            posts, visits = recorder.collect(), []
-            for block in steps[index].visits:
-                if is_output:
-                    numbers = state.block(block)
-                    visits.append(Visit(recorder.collect(), block, numbers, parts=next(parts_of_visits)))
-                    continue
-                works = tuple(calls_of(demand.joined_works(owner, block.owner, block.row_set)))
+            posts, stops = recorder.collect(), []
+            for part in steps[index].visits:
+                works = demand.works(owner, part.owner, part.row_set)
                 if works or rotates == "kv":
-                    visits.append(_summing_visit(state, ring_plan, block, works))
-            written.append(RingStep(posts, tuple(visits), state.finish(index)))
+                    stops.append(_record_stop(state, Visit(part, works), label, backward=backward))
+            recorded.append(RingStep(posts, tuple(stops), state.finish(index), label))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
+    rows = ring_plan.layout_of("q" if rotates == "kv" else "kv").rows(owner)
+    visits = [stop.visit for step in recorded for stop in step.stops]
+    tables, unseen = kernel.prepare(visits, ring_plan.heads, rows, backward=backward)
+    prepared = iter([replace(visit, table=table) for visit, table in zip(visits, tables, strict=True)])
     return RankProgram(
         recorder.memory,
-        tuple(written),
+        tuple(replace(x, stops=tuple(replace(s, visit=next(prepared)) for s in x.stops)) for x in recorded),
         {part.kind: numbers for part, numbers in state.own.items()},
         {part.kind: numbers for part, numbers in state.own_sums.items()},
         tuple(number for part in saved for number in state.blocks[part]),
         rotates,
-        ring_steps.start,
-        empty,
+        unseen,
         enter,
         leave,
     )
 
 
-def _summing_visit(state: RankState, plan: Plan, block: Part, works: tuple[Work, ...]) -> Visit:
-    """Record the visit that makes these calls and adds to sums."""
-    numbers = state.block(block)
-    rows = state.block(Part("row", block.owner, block.row_set)) if block.kind == "q" else ()
-    part = Part(SUM_OF.get(block.kind, "grad"), block.owner, block.row_set)
-    is_new = state.is_new(part) and len(works) == 1 and _covers(works[0], part, plan)
-    sums = state.sums(part, zero=not is_new)
-    return Visit(state.recorder.collect(), block, numbers, works=works, rows=rows, sums=sums, is_new=is_new)
-
-
-def _covers(work: Work, part: Part, plan: Plan) -> bool:
-    """Whether this call alone computes every row of a part of gradients."""
-    (_, heads, rows, _), _ = tensor_specs(plan, part, as_sent=False)[0]
-    of = (work.kv, work.k) if part.kind == "grad" else (work.heads, (work.q,))
-    covers = work.repeat == 1 and not work.gathered and of == (range(heads), (range(rows),))
-    return covers and tuple(batches(work, plan.batch)) == (None,)
+def _record_stop(state: RankState, visit: Visit, label: str, *, backward: bool) -> Stop:
+    """Record a visit. Sums that are new stay uninitialized: the kernel begins them."""
+    part = visit.part
+    rows: Numbers = ()
+    sums: Numbers = ()
+    block = state.block(part)
+    if part.kind == "q":
+        rows = state.block(Part("row", part.owner, part.row_set))
+    if backward or visit.keys_stay:
+        total = Part(SUM_OF.get(part.kind, "grad"), part.owner, part.row_set)
+        visit = replace(visit, first=state.is_new(total))
+        sums = state.sums(total, zero=False)
+    return Stop(visit, state.recorder.collect(), block, rows, sums, f"{label}, block of rank {part.owner}")
 
 
 @cached

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.contract import Tensors
+from ..kernels.memory import empty
+from ..kernels.softmax import begin_sums, merge_
 from ..plan.row_sets import RowCopy
 from ..transport.base import TAGS, Message, Post, Program, Tags, Wait
-from .memory import empty
-from .softmax import merge_
 
-#: The tensors of one part, such as (K, V), (dK, dV), (q, dO), (lse, delta), (dQ,) or (q, k, v).
-Tensors = tuple[Tensor, ...]
-#: The numbers of these tensors in a `PassTensors`.
+#: The numbers of the tensors of a part in a `PassTensors`.
 Numbers = tuple[int, ...]
 
 
@@ -173,12 +172,6 @@ def move_rows(targets: Tensors, sources: Tensors, rows: RowIndex, how: How) -> N
         else:
             y = y.to(x.dtype)
             x.index_add_(2, to_rows, y) if how == "add" else x.index_copy_(2, to_rows, y)
-
-
-def begin_sums(out: Tensor, lse: Tensor) -> None:
-    """Set (out, lse) in place to the values of rows that have seen no key: 0 and -inf."""
-    out.zero_()
-    lse.fill_(-torch.inf)
 
 
 def _index(

@@ -38,9 +38,23 @@ class Wait(NamedTuple):
     ticket: Any
 
 
+class Compute(NamedTuple):
+    """Request to compute a visit; the program goes on when it is done.
+
+    `kernel` has a method `launch`, which takes one or several requests and reads the `visit` and the `tensors` of each,
+    the arguments after the visit. `label` names the visit in traces.
+    """
+
+    kernel: Any
+    visit: Any
+    tensors: tuple[Any, ...]
+    backward: bool
+    label: str
+
+
 T = TypeVar("T")
-#: A rank's program: yields Post and Wait requests, and returns its result.
-Program = Generator[Post | Wait, Any, T]
+#: A rank's program: yields requests to post messages, to compute and to wait, and returns its result.
+Program = Generator[Post | Compute | Wait, Any, T]
 
 
 @dataclass
@@ -174,6 +188,10 @@ def drive(program: Program[T], carrier: Carrier, rank: int = 0) -> T:
             request = program.send(reply)
         except StopIteration as stop:
             return stop.value
+        if isinstance(request, Compute):
+            compute(request, rank)
+            reply = None
+            continue
         trace = get_trace()
         if isinstance(request, Post):
             label, reply = request.label, carrier.post(request)
@@ -186,6 +204,12 @@ def drive(program: Program[T], carrier: Carrier, rank: int = 0) -> T:
             reply = None
             if trace is not None:
                 trace.wait(request.ticket)
+
+
+def compute(request: Compute, rank: int) -> None:
+    """Compute one visit, which an open trace records under the rank."""
+    with named_range(rank, request.label):
+        request.kernel.launch((request,))
 
 
 def sort_by_tag(messages: tuple[Message, ...]) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommFailure
-from .base import Counters, Post, Program
+from .base import Compute, Counters, Post, Program, Wait, compute
 from .trace import get_trace
 
 #: A buffer in flight of up to SMALL bytes is checked or poisoned entirely, a larger one in the first WATCHED bytes of
@@ -55,32 +55,54 @@ def in_turns(
 
     `post(index, request)` starts the messages of program number `index` and returns a ticket. A program that waits for
     a ticket resumes once `is_ready(ticket)`, right after `resume(ticket)`. Raises CommFailure if no program can resume,
-    with the text that `stuck` makes of the awaited tickets.
+    with the text that `stuck` makes of the awaited tickets. Visits of a kernel that computes them `together` wait until
+    no program can resume, and are then launched at once.
     """
     results: dict[int, T] = {}
     waiting: dict[int, K] = {}
+    parked: dict[int, Compute] = {}
     runnable = list(range(len(programs)))
     while runnable:
         for index in runnable:
             if index in waiting:
                 resume(waiting.pop(index))
             try:
-                request = programs[index].send(None)
-                while isinstance(request, Post):
-                    if (trace := get_trace()) is not None:
-                        trace.advance(index)
-                    request = programs[index].send(post(index, request))
+                request, reply = programs[index].send(None), None
+                while not isinstance(request, Wait):
+                    if isinstance(request, Post):
+                        if (trace := get_trace()) is not None:
+                            trace.advance(index)
+                        reply = post(index, request)
+                    elif request.kernel.together:
+                        parked[index] = request
+                        break
+                    else:
+                        compute(request, index)
+                        reply = None
+                    request = programs[index].send(reply)
+                else:
+                    waiting[index] = request.ticket
             except StopIteration as stop:
                 results[index] = stop.value
-                continue
-            waiting[index] = request.ticket
         runnable = [index for index, ticket in waiting.items() if is_ready(ticket)]
+        if parked and not runnable:
+            _launch_together(parked.values())
+            runnable, parked = list(parked), {}
     if waiting:
         raise CommFailure(
             f"the virtual ranks wait for each other forever, which is an error of the plan; please report it: "
             f"{stuck(waiting)}"
         )
     return [results[index] for index in range(len(programs))]
+
+
+def _launch_together(requests: Iterable[Compute]) -> None:
+    """Compute visits of several ranks, those of equal kernels by one launch."""
+    by_key: dict[object, list[Compute]] = {}
+    for request in requests:
+        by_key.setdefault((request.kernel.key, request.backward), []).append(request)
+    for group in by_key.values():
+        group[0].kernel.launch(group)
 
 
 class VirtualRanks:

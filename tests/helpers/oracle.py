@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ringattn.kernels.base import Kernel, band, wide
+from ringattn.kernels.softmax import merge_
 from ringattn.pattern import Pattern
 from ringattn.plan.work import Work
-from ringattn.runtime.softmax import merge_
 
 Tensor = torch.Tensor
 

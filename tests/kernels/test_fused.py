@@ -18,7 +18,7 @@ from oracle import error
 import ringattn as ra
 from ringattn import kernels
 from ringattn.kernels import merging
-from ringattn.runtime.softmax import add_, merge_
+from ringattn.kernels.softmax import add_, merge_
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 INF, NAN = torch.inf, torch.nan

@@ -11,8 +11,8 @@ from oracle import Case, Result, dense, error, solve_calls, trimmed, visible
 
 from ringattn import InvalidInput, Unsupported
 from ringattn.kernels import available, get_kernel
+from ringattn.kernels.softmax import merge, merge_
 from ringattn.plan.work import Work
-from ringattn.runtime.softmax import merge, merge_
 
 BACKENDS = [name for name, state in available().items() if state == "ok"]
 SHAPES = [(1, 1), (7, 13), (13, 7), (64, 64), (300, 300), (290, 700), (700, 290)]

@@ -19,8 +19,8 @@ from ringattn.kernels.aten_cuda import GRID, AtenCuda
 from ringattn.kernels.base import band
 from ringattn.kernels.cuda_device import flash_reads, flash_window
 from ringattn.kernels.packing import ALONE_ROWS, _gather, _repeats_keys, cumulative, gather, pack, scatter, scatter_add
+from ringattn.kernels.views import batches
 from ringattn.plan.work import Work
-from ringattn.runtime.program import batches
 
 CPU = torch.device("cpu")
 #: Odd lengths, empty documents, single tokens, and documents over the borders of shards.

@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, InvalidInput, Pattern, Unsupported, Window, mix
 from ringattn.kernels import dropout as generator
-from ringattn.kernels import reference
-from ringattn.runtime import program
+from ringattn.kernels import reference, views
 
 TOKENS, HEADS, KV_HEADS, BATCH, DIM = 31, 4, 2, 2, 8
 DROPOUT = ra.Dropout(0.3, seed=(1 << 62) + 12_345)
@@ -182,7 +181,7 @@ def test_one_device_streams_and_small_calls(monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("documents", "blocks"):
             check(solve(ra.attention, make_case(), PATTERNS[name], dropout=DROPOUT, **stream), truth(name))
     monkeypatch.setattr(reference, "ROWS", 4)
-    monkeypatch.setattr(program, "BATCH_ROWS", 16)
+    monkeypatch.setattr(views, "BATCH_ROWS", 16)
     # A plan remembers its calls: a pattern of another spelling has a plan of its own.
     pattern, options = Causal() & Window(9, 1), {"ranks": 2, "layout": "striped", "dropout": DROPOUT}
     check(solve(ra.virtual_attention, make_case(), pattern, **options), truth("window"))

@@ -21,7 +21,8 @@ from ringattn.kernels.aten_cuda import AtenCuda
 from ringattn.kernels.cuda_device import CudaDevice
 from ringattn.nn import MultiheadRingAttention
 from ringattn.plan import row_sets
-from ringattn.runtime.executor import Job, backward, forward
+from ringattn.runtime.passes import backward, forward
+from ringattn.runtime.ring import Job
 from ringattn.transport.base import Counters, Post, drive
 
 BF16, FP32 = torch.bfloat16, torch.float32

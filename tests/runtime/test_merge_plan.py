@@ -12,16 +12,20 @@ from strategies import problems
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Documents, Pattern, Window, dilated_blocks, local_window, make_plan
+from ringattn.kernels import sums
 from ringattn.kernels.aten_cpu import AtenCpu
+from ringattn.kernels.base import Kernel
 from ringattn.kernels.reference import Reference
 from ringattn.pattern.tile import shift_range
 from ringattn.plan.work import Work, join_keys, join_repetitions
-from ringattn.runtime import accumulators
+from ringattn.runtime.program import forward_program
+
+MergePlan = tuple[list[tuple[sums.VisitPart, ...]], tuple[range, ...]]
 
 
 @pytest.fixture
 def small_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulators, "SECTION_ROWS", 8)
+    monkeypatch.setattr(sums, "SECTION_ROWS", 8)
 
 
 def rows_of(call: Work) -> list[np.ndarray]:
@@ -43,15 +47,21 @@ def test_a_merge_plan_copies_first_and_merges_after(
         pattern, tokens=tokens, ranks=ranks, layout=layout, schedule="ring", heads=heads, kv_heads=kv_heads
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulators, "SECTION_ROWS", least)
+        patch.setattr(sums, "SECTION_ROWS", least)
         plan.cache.clear()
         for rank in range(ranks):
             for kernel in (AtenCpu(), Reference()):
-                check(accumulators.make_merge_plan(plan, rank, kernel), plan, rank)
+                check(plan_forward(plan, rank, kernel), plan, rank)
     plan.cache.clear()
 
 
-def check(found: accumulators.MergePlan, plan: ra.Plan, rank: int) -> None:
+def plan_forward(plan: ra.Plan, rank: int, kernel: Kernel) -> MergePlan:
+    """The kernel's calls in each visit of the forward, and the rows that see no key."""
+    program = forward_program(plan, rank, kernel, torch.device("cpu"), save=False)
+    return [stop.visit.table for step in program.steps for stop in step.stops], program.unseen
+
+
+def check(found: MergePlan, plan: ra.Plan, rank: int) -> None:
     size = plan.layout.rows(rank)
     partials = np.zeros((plan.heads, size), dtype=int)
     closed: set[range] = set()
@@ -103,10 +113,10 @@ def test_sections_change_no_number(pattern: Pattern, dtype: torch.dtype, monkeyp
         plan = make_plan(pattern, tokens=128, ranks=ranks, heads=4, kv_heads=2, head_dim=16, batch=2, dtype=dtype)
         plan.cache.clear()
         many = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
-        sections = {p.section for visit in accumulators.make_merge_plan(plan, 0, AtenCpu())[0] for p in visit}
+        sections = {p.section for visit in plan_forward(plan, 0, AtenCpu())[0] for p in visit}
         assert len(sections) > 1 or ranks > 1
         with monkeypatch.context() as patch:
-            patch.setattr(accumulators, "SECTION_ROWS", 1 << 30)
+            patch.setattr(sums, "SECTION_ROWS", 1 << 30)
             plan.cache.clear()
             one = ra.virtual_attention(q, k, v, pattern, ranks=ranks)
             assert error(many, one.double()) <= (1e-14 if dtype == torch.float64 else 1e-2)

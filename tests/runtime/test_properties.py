@@ -20,8 +20,9 @@ import ringattn as ra
 from ringattn import Causal, Full, Pattern, Sinks, Window, make_plan
 from ringattn.kernels import get_kernel
 from ringattn.kernels.reference import Reference
-from ringattn.runtime.executor import Job, backward, forward
+from ringattn.runtime.passes import backward, forward
 from ringattn.runtime.program import forward_program
+from ringattn.runtime.ring import Job
 from ringattn.transport.base import Message, Post, Wait
 from ringattn.transport.virtual import VirtualRanks
 

@@ -18,7 +18,8 @@ import ringattn as ra
 from ringattn import Causal, Documents, Full, InvalidInput, Unsupported, Window
 from ringattn.call.functional import get_transport
 from ringattn.kernels import get_kernel
-from ringattn.runtime.executor import Job, backward, forward
+from ringattn.runtime.passes import backward, forward
+from ringattn.runtime.ring import Job
 from ringattn.transport.virtual import VirtualRanks
 
 

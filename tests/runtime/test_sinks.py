@@ -11,7 +11,7 @@ from oracle import Case, dense, errors, make_case, same_lse, solve
 
 import ringattn as ra
 from ringattn import InvalidInput, Unsupported
-from ringattn.runtime.softmax import merge_, merge_sinks_
+from ringattn.kernels.softmax import merge_, merge_sinks_
 
 B, H, K, N, D = 2, 4, 2, 37, 16
 PATTERN = "Causal() & Window(9)"

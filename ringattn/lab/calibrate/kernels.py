@@ -9,11 +9,10 @@ from itertools import cycle, groupby, product
 import torch
 
 from ...kernels.base import Kernel, wide
+from ...kernels.softmax import merge_
+from ...kernels.views import RowViews, accumulate, batches, select_inputs
 from ...machine.kernel_times import BACKWARD, WHOLE_KEYS
 from ...plan.work import Work
-from ...runtime.accumulators import RowViews, accumulate, select_inputs
-from ...runtime.program import batches
-from ...runtime.softmax import merge_
 from ...simulator.timing.kernel_seconds import lower_to_tiles
 from .fits import Sample
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns

@@ -23,14 +23,14 @@ import torch
 from ...errors import InvalidInput, Unsupported
 from ...kernels import get_kernel
 from ...kernels.base import Kernel
+from ...kernels.softmax import merge_
+from ...kernels.views import RowViews, select_inputs
 from ...plan.plan import Plan
 from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
 from ...plan.schedules import make_schedule
 from ...plan.schedules.base import Edge, Route
 from ...plan.steps import Part
 from ...plan.work import Work
-from ...runtime.accumulators import RowViews, select_inputs
-from ...runtime.softmax import merge_
 from ..progress import track
 from .checkpoint import NOT_KEPT, Checkpoint
 from .faults import Fault, with_fault

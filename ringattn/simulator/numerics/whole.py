@@ -22,7 +22,8 @@ from ...kernels.base import Kernel
 from ...layout.regular import Layout
 from ...pattern.tile import merge_runs
 from ...plan.plan import Plan
-from ...runtime.executor import ForwardResult, Job, backward, forward
+from ...runtime.passes import backward, forward
+from ...runtime.ring import ForwardResult, Job
 from ..progress import track
 from .checkpoint import NOT_KEPT, Checkpoint
 from .faults import Fault, with_fault

@@ -9,7 +9,7 @@ import torch
 
 import ringattn as ra
 from ringattn import Causal, Dilated, Full, Machine, Pattern, Window, make_plan
-from ringattn.runtime import accumulators as rows
+from ringattn.kernels import sums as rows
 from ringattn.simulator.timing.problem import RingProblem, make_ring_problem
 from ringattn.simulator.timing.rates import Faults, Rates
 from ringattn.simulator.timing.simulation import simulate

@@ -15,7 +15,8 @@ from ....kernels.aten_cpu import AtenCpu
 from ....kernels.base import Kernel
 from ....plan.plan import Plan
 from ....plan.work import Work
-from ....runtime.executor import Job, backward, forward
+from ....runtime.passes import backward, forward
+from ....runtime.ring import Job
 from ....transport.base import Carrier, Post, Tags, drive
 from ..case import BenchCase, BenchColumn, BenchSuite, CaseRecord, Context, Run
 

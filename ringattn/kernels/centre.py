@@ -6,11 +6,10 @@ from math import inf
 
 from torch import Tensor, float32, where
 
-from ..kernels.base import Kernel, expand_heads
-from ..kernels.pad import EXTRA, crop_to, delta, with_column
 from ..plan.row_sets import ALL_ROWS, AllRows, RowSet
-from ..plan.work import Work
-from .accumulators import Pair, Tensors
+from .contract import Tensors, VisitKernel
+from .memory import expand_heads
+from .pad import EXTRA, crop_to, delta, with_column
 
 #: If logits of the first key exceed this, the first key is subtracted from all keys.
 LARGE = 16.0
@@ -27,7 +26,7 @@ class Centre:
     of an earlier row.
     """
 
-    def __init__(self, kernel: Kernel, q: Tensor, k: Tensor, scale: float) -> None:
+    def __init__(self, kernel: VisitKernel, q: Tensor, k: Tensor, scale: float) -> None:
         self.scale, self.key = scale, k[:, :, :1]
         if kernel.padded:
             self.key = self.key.clone()
@@ -57,11 +56,6 @@ class Centre:
     def queries(self, q: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
         """(q, shifts): shifts [B, H, n] say by how much each row's logits fall; only (q,) if nothing is subtracted."""
         return (q, self._logits(q, of)) if self.moves else (q,)
-
-    def attend(self, kernel: Kernel, rows: Tensors, keys: Tensors, work: Work) -> Pair:
-        """(out, lse) of a kernel call, with lse for the original keys; `rows` and `keys` are from these methods."""
-        out, lse = kernel.forward(rows[0], keys[0], keys[1], work, self.scale)
-        return out, lse if len(rows) == 1 else lse + rows[1]
 
     def rows(self, q: Tensor, lse: Tensor, of: AllRows | RowSet = ALL_ROWS) -> Tensors:
         """The tensors that a backward needs per query row: lse and, if a key is subtracted, that key."""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import fused_kernels
-from ..kernels.base import as_dtype, wide
-from ..kernels.pad import HIDDEN, delta
-from .memory import MergeSpace
+from .memory import MergeSpace, as_dtype, wide
+from .merges import fused_kernels
+from .pad import HIDDEN, delta
 
 
 def add_(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total` in place; both are [B, H, n, D] with any strides; `part` may have a narrower dtype."""
     fused = fused_kernels(total.device)
     fused.add_(total, part) if fused else total.add_(part)
+
+
+def begin_sums(out: Tensor, lse: Tensor) -> None:
+    """Set (out, lse) in place to the values of rows that have seen no key: 0 and -inf."""
+    out.zero_()
+    lse.fill_(-torch.inf)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, *, space: MergeSpace | None = None) -> None:

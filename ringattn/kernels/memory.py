@@ -1,9 +1,9 @@
-"""Allocations that raise OutOfMemory, workspaces of merges, and a search for a batch size that fits."""
+"""Tensors of kernels: dtypes, allocations that raise OutOfMemory, alignment, and a batch size that fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,35 @@ from ..errors import InvalidInput, OutOfMemory, raised_below
 from ..text import shown
 
 T = TypeVar("T")
+#: Bytes of a cache line and of the widest registers of CPUs.
+LINE = 64
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results of `dtype` are accumulated: fp64 for fp64, else fp32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def is_dense(x: object) -> TypeGuard[Tensor]:
+    """Whether x is a tensor with strides: not sparse, not nested."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def kind_of(x: object) -> str:
+    """A description of x, which is not a dense tensor, for an error message."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "a nested tensor; try padding" if x.is_nested else f"a {x.layout} tensor; try to_dense()"
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in this dtype; x itself, without calling torch, if it already has the dtype."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)  # torch parses a keyword argument in half the time
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, K, n, D] with each key/value head repeated for its query heads: [B, H, n, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,6 +56,27 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         if device.type != "cpu" or not raised_below(error, (__name__,)):
             raise
         raise out_of_memory(device, error) from error
+
+
+def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialized tensor [B, H, n, ...] with rows before heads in memory, like the results of the kernels.
+
+    Merges then access memory in order.
+    """
+    batch, heads, rows, *width = shape
+    return empty((batch, rows, heads, *width), dtype, device).transpose(1, 2)
+
+
+def align_rows(x: Tensor) -> Tensor:
+    """x with its rows aligned to cache lines: x itself if they already are, else a contiguous copy.
+
+    x itself is returned if a row is a whole number of cache lines, or if x is contiguous and begins a cache line. The
+    order of summation in a matrix product depends on addresses. With aligned rows, a shard gives the same bits as a
+    separate tensor (on a real rank) and as a view of the whole sequence (on a virtual rank).
+    """
+    if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
+        return x
+    return empty(x.shape, x.dtype, x.device).copy_(x)
 
 
 class MergeSpace:

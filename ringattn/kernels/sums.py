@@ -1,149 +1,23 @@
-"""The rows that a kernel call reads and writes, and how a rank merges its output rows: the plan and its execution."""
+"""How a rank merges its output rows from partial results: the plan, and its execution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.base import Kernel, as_dtype, wide
-from ..kernels.pad import crop_to
 from ..pattern.tile import shift_range
-from ..plan.plan import Plan
 from ..plan.work import Work, join_keys, join_repetitions
-from .memory import MergeSpace, empty
-from .softmax import add_, merge_, merge_sinks_
-from .tensors import begin_sums
+from .contract import Pair
+from .memory import MergeSpace, as_dtype, empty_rows, wide
+from .softmax import begin_sums, merge_, merge_sinks_
+from .views import RowViews, packing
 
 #: Neighbouring runs are joined until a section has this many query rows times heads, enough to batch kernel calls.
 SECTION_ROWS = 1 << 17
-#: Bytes of a cache line and of the widest registers of CPUs.
-LINE = 64
-
-Tensors = tuple[Tensor, ...]
-#: (out [B, H, n, Dv], lse [B, H, n]).
-Pair = tuple[Tensor, Tensor]
-
-
-def align_rows(x: Tensor) -> Tensor:
-    """x with its rows aligned to cache lines: x itself if they already are, else a contiguous copy.
-
-    x itself is returned if a row is a whole number of cache lines, or if x is contiguous and begins a cache line. The
-    order of summation in a matrix product depends on addresses. With aligned rows, a shard gives the same bits as a
-    separate tensor (on a real rank) and as a view of the whole sequence (on a virtual rank).
-    """
-    if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
-        return x
-    return empty(x.shape, x.dtype, x.device).copy_(x)
-
-
-class RowViews:
-    """Tensors [B, H, n, ...], with a cache of the views that kernel calls read or write."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-        _, self._heads, self._rows, *_ = tensors[0].shape
-        self._views: dict[tuple[range, range], tuple[Tensor, ...]] = {}
-
-    def of(self, batch: slice | None) -> tuple[Tensor, ...]:
-        """The tensors for some elements of the batch (None: all)."""
-        return self.tensors if batch is None else tuple([x[batch] for x in self.tensors])
-
-    def select(
-        self, heads: range, rows: range, batch: slice | None = None, repeat: int = 1, shift: int = 0
-    ) -> tuple[Tensor, ...]:
-        """The views at these heads and rows for some elements of the batch (None: all).
-
-        With `repeat` > 1, dimension 0 of a view stands for the repetitions, which are `shift` rows apart.
-        """
-        if batch is not None or repeat != 1:
-            return tuple([_select(x if batch is None else x[batch], heads, rows, repeat, shift) for x in self.tensors])
-        if len(rows) == self._rows and len(heads) == self._heads:
-            return self.tensors
-        views = self._views.get((heads, rows))
-        if views is None:
-            views = self._views[heads, rows] = tuple([_select(x, heads, rows, 1, 0) for x in self.tensors])
-        return views
-
-
-def select_inputs(
-    work: Work, batch: slice | None, by_query: RowViews, by_key: RowViews
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(query tensors, key tensors) that a kernel call reads: views, or copies if its rows do not lie together.
-
-    `batch` None is the whole batch.
-    """
-    if work.gathered:
-        gather = _packing().gather
-        rows = tuple([gather(x, work) for x in by_query.of(batch)])
-        return rows, tuple([gather(x, work, by_key=True) for x in by_key.of(batch)])
-    rows = by_query.select(work.heads, work.q, batch, work.repeat, work.q_shift)
-    if len(work.k) == 1:
-        return rows, by_key.select(work.kv, work.k[0], batch, work.repeat, work.k_shift)
-    runs = [by_key.select(work.kv, run, batch, work.repeat, work.k_shift) for run in work.k]
-    return rows, tuple([_concatenate(of_tensor, work.keys) for of_tensor in zip(*runs, strict=True)])
-
-
-def _concatenate(runs: tuple[Tensor, ...], keys: int) -> Tensor:
-    """Join runs of key rows into one tensor."""
-    like = runs[0]
-    return torch.cat(runs, 2, out=empty((*like.shape[:2], keys, like.shape[3]), like.dtype, like.device))
-
-
-def _select(x: Tensor, heads: range, rows: range, repeat: int, shift: int) -> Tensor:
-    """The view of x [B, H, n, ...] at these heads and rows; see `RowViews.select`."""
-    count, all_heads, all_rows, *width = x.shape
-    if repeat == 1 and (len(heads), len(rows)) == (all_heads, all_rows):
-        return x
-    batch_stride, head_stride, row_stride, *last = x.stride()
-    if repeat != 1:
-        count, batch_stride = repeat, shift * row_stride
-    return x.as_strided(  # one call of torch
-        (count, len(heads), len(rows), *width),
-        (batch_stride, heads.step * head_stride, rows.step * row_stride, *last),
-        x.storage_offset() + heads.start * head_stride + rows.start * row_stride,
-    )
-
-
-def accumulate(
-    sums: RowViews, work: Work, batch: slice | None, *parts: Tensor, by_key: bool = False, is_new: bool = False
-) -> None:
-    """Add a call's results to its query rows (with `by_key`: key rows) in `sums`.
-
-    Shapes: parts [B or repeat, heads, rows, D or more], sums [B, H, n, D]. `is_new`: the sums are uninitialized, and
-    the parts, which cover all rows, overwrite them.
-    """
-    if is_new:
-        for total, part in zip(sums.tensors, parts, strict=True):
-            total.copy_(crop_to(part, total.shape[-1]))
-        return
-    if work.gathered:
-        for total, part in zip(sums.of(batch), parts, strict=True):
-            _packing().scatter_add(total, work, crop_to(part, total.shape[-1]), by_key=by_key)
-        return
-    heads, runs, shift = (work.kv, work.k, work.k_shift) if by_key else (work.heads, (work.q,), work.q_shift)
-    repeat = work.repeat
-    first = 0
-    for run in runs:
-        # Add overlapping repetitions in turns, so that no single call writes an element twice.
-        turns = min(repeat, -(-(run[-1] + 1 - run[0]) // shift)) if shift else repeat
-        for turn in range(turns):
-            count = len(range(turn, repeat, turns))
-            targets = sums.select(heads, shift_range(run, turn * shift) if turn else run, batch, count, turns * shift)
-            for target, part in zip(targets, parts, strict=True):
-                rows = crop_to(part, target.shape[-1])
-                rows = rows if len(runs) == 1 else rows[:, :, first : first + len(run)]
-                add_(target, rows if turns == 1 else rows[turn::turns])
-        first += len(run)
-
-
-def _packing() -> ModuleType:
-    return import_module("..kernels.packing", __package__)  # only gathered calls load it
 
 
 @dataclass(frozen=True)
@@ -180,49 +54,42 @@ class VisitPart:
     last: bool
 
 
-#: The parts of every visit, in the order of the visits, and the local rows that see no key.
-MergePlan = tuple[tuple[tuple[VisitPart, ...], ...], tuple[range, ...]]
+#: Splits works that are computed together into the calls of a kernel.
+CallsOf = Callable[[Iterable[Work]], list[Work]]
 
 
-def make_merge_plan(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
-    """The kernel calls of a rank's forward by visited block and section, and the rows that see no key.
+def plan_merges(
+    visits: Sequence[Sequence[Work]], heads: int, rows: int, calls_of: CallsOf
+) -> tuple[list[tuple[VisitPart, ...]], tuple[range, ...]]:
+    """(the parts of each visit, the rows that see no key) of a rank with `rows` query rows.
 
-    The calls are those that `kernel` makes. The plan caches the result.
+    `visits` are the works of each visit of the pass, in order.
     """
-    return plan.cache.answer((make_merge_plan, rank, kernel.key), lambda: _plan_merges(plan, rank, kernel))
-
-
-def _plan_merges(plan: Plan, rank: int, kernel: Kernel) -> MergePlan:
-    demand = plan.demand
-    visits = [
-        demand.works(rank, part.owner, part.row_set) for step in plan.for_rank(rank).forward for part in step.visits
-    ]
-    spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // plan.heads))
+    spans = list(_spans([work for works in visits for work in works], SECTION_ROWS // heads))
     by_visit = [_by_span(works, spans) for works in visits]
     planned: list[list[tuple[int, tuple[KernelCall, ...]]]] = [[] for _ in visits]
     sections: list[Section] = []
     last_visit: dict[int, int] = {}
     for index, span in enumerate(spans):
         #: The number of partials of each query row of the span so far, by head.
-        partials = np.zeros((plan.heads, len(span)), dtype=np.uint16)
+        partials = np.zeros((heads, len(span)), dtype=np.uint16)
         mixed = False  # some call covers both rows with and rows without a partial
         for visit in range(len(visits)):
-            calls, call_mixes = _mark_calls(by_visit[visit][index], kernel, partials, span.start)
+            calls, call_mixes = _mark_calls(by_visit[visit][index], calls_of, partials, span.start)
             mixed |= call_mixes
             if calls:
                 planned[visit].append((index, calls))
                 last_visit[index] = visit
         sections.append(Section(span, bool(partials.max() <= 1), mixed or not partials.all()))
-    rows = plan.layout_of("q").rows(rank)
     gaps = zip([0, *(span.stop for span in spans)], [*(span.start for span in spans), rows], strict=True)
-    visits_parts = (
+    by_section = [
         tuple(VisitPart(sections[i], calls, last_visit[i] == visit) for i, calls in parts)
         for visit, parts in enumerate(planned)
-    )
-    return tuple(visits_parts), tuple(range(first, stop) for first, stop in gaps if first < stop)
+    ]
+    return by_section, tuple(range(first, stop) for first, stop in gaps if first < stop)
 
 
-def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
+def _by_span(works: Sequence[Work], spans: list[range]) -> list[list[Work]]:
     """The works of one visit, grouped by the span that they lie in."""
     starts = np.array([span.start for span in spans])
     by_span: list[list[Work]] = [[] for _ in spans]
@@ -232,11 +99,11 @@ def _by_span(works: tuple[Work, ...], spans: list[range]) -> list[list[Work]]:
 
 
 def _mark_calls(
-    works: list[Work], kernel: Kernel, partials: np.ndarray, origin: int
+    works: list[Work], calls_of: CallsOf, partials: np.ndarray, origin: int
 ) -> tuple[tuple[KernelCall, ...], bool]:
     """The kernel calls of `works`, and whether a call has both rows with and without a partial. Updates `partials`."""
     calls, mixed = [], False
-    for call in kernel.calls_of(join_repetitions(join_keys(works))):
+    for call in calls_of(join_repetitions(join_keys(works))):
         counts = [_counts(partials, part, origin) for part in (call.sequences if call.gathered else (call,))]
         first = not any(x.any() for x in counts)
         mixed |= not first and not all(x.all() for x in counts)
@@ -324,7 +191,7 @@ class OutputAccumulator:
         out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
         dtype = wide(self.q.dtype)
         if not section.single and out.dtype != dtype:
-            out = _empty_rows(out.shape, dtype, self.q.device)
+            out = empty_rows(out.shape, dtype, self.q.device)
         if section.filled:
             begin_sums(out, lse)
         views = self._open[section] = RowViews(out, lse)
@@ -339,8 +206,8 @@ class OutputAccumulator:
         if self.lse is not None:
             return
         if self.out is None:
-            self.out = _empty_rows(self.shape, self.q.dtype, self.q.device)
-        self.lse = _empty_rows(self.shape[:3], torch.float64, self.q.device)
+            self.out = empty_rows(self.shape, self.q.dtype, self.q.device)
+        self.lse = empty_rows(self.shape[:3], torch.float64, self.q.device)
 
 
 def make_output_sums(q: Tensor, value_dim: int) -> Pair:
@@ -348,8 +215,8 @@ def make_output_sums(q: Tensor, value_dim: int) -> Pair:
 
     out is fp32 (fp64 for fp64 queries), lse is fp64.
     """
-    out = _empty_rows((*q.shape[:3], value_dim), wide(q.dtype), q.device)
-    lse = _empty_rows(q.shape[:3], torch.float64, q.device)
+    out = empty_rows((*q.shape[:3], value_dim), wide(q.dtype), q.device)
+    lse = empty_rows(q.shape[:3], torch.float64, q.device)
     begin_sums(out, lse)
     return out, lse
 
@@ -373,13 +240,13 @@ def _merge_call(
     """Merge a call's partial into (out, lse), or copy it, see `KernelCall`; row 0 of these is local row `first`."""
     work = call.work
     if work.gathered:
-        packing, whole = _packing(), totals.of(batch)
+        packed, whole = packing(), totals.of(batch)
         if not call.first:
-            out, lse = (packing.gather(x, work, first=first) for x in whole)
+            out, lse = (packed.gather(x, work, first=first) for x in whole)
             merge_(out, lse, *part)
             part = out, lse
         for x, y in zip(whole, part, strict=True):
-            packing.scatter(x, work, y, first=first)
+            packed.scatter(x, work, y, first=first)
         return
     out, lse = totals.select(work.heads, call.rows, batch, work.repeat, work.q_shift)
     if call.first:
@@ -387,15 +254,6 @@ def _merge_call(
         lse.copy_(part[1])
     else:
         merge_(out, lse, *part, space=space)
-
-
-def _empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor [B, H, n, ...] with rows before heads in memory, like the results of the kernels.
-
-    Merges then access memory in order.
-    """
-    batch, heads, rows, *width = shape
-    return empty((batch, rows, heads, *width), dtype, device).transpose(1, 2)
 
 
 def finish_sums(out: Tensor, lse: Tensor, q: Tensor, sinks: Tensor | None, target: Tensor | None) -> Pair:

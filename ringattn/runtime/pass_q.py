@@ -1,0 +1,54 @@
+"""Pass-Q (arXiv:2411.01783): queries visit the keys of all ranks, and their sums travel along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.contract import QueryRows
+from ..kernels.memory import align_rows
+from ..kernels.pad import delta, delta_factor
+from ..kernels.sums import finish_sums, make_output_sums
+from ..transport.base import Program
+from . import ring
+from .program import RingRun, Stop
+from .ring import ForwardResult, Gradients, Job, wide_zeros
+
+
+def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
+    """Attention of the local queries to the keys of all ranks: (out, lse) so far travel with the queries."""
+    q, k, v = map(align_rows, (q, k, v))
+    own = make_output_sums(q, v.shape[-1])
+    run.give(run.program.own["query"], (q,))
+    run.give(run.program.sums["part"], own)
+    kernel = job.begin(q, k, v, stays="kv")
+
+    def tensors(stop: Stop) -> tuple[Any, ...]:
+        (queries,) = run.get(stop.block)
+        return queries, (k, v), run.get(stop.sums)
+
+    yield from ring.turn(run, kernel, tensors)
+    return ForwardResult(*finish_sums(*own, q, job.own_sinks, out), ())
+
+
+def backward(
+    job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
+) -> Program[Gradients]:
+    """(dq, dk, dv): queries travel with dO, lse and delta, and dq with them; dk and dv stay."""
+    assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
+    grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
+    dq, number = wide_zeros(q), delta(grad, out, grad_lse)
+    kernel = job.begin(q, k, v, stays="kv")
+    grads = kernel.new_grads()
+    run.give(run.program.own["q"], (q, grad))
+    run.give(run.program.own["row"], (result.lse, delta_factor(grad, number) if job.sends_factor else number))
+    run.give(run.program.sums["dq"], (dq,))
+
+    def tensors(stop: Stop) -> tuple[Any, ...]:
+        (query, dout), (lse, number) = run.get(stop.block), run.get(stop.rows)
+        return QueryRows(dout, query, lse, number=number), (k, v), grads, run.get(stop.sums)
+
+    yield from ring.turn(run, kernel, tensors, backward=True)
+    dk, dv = kernel.finish_grads(grads)
+    return job.cast((dq, dk, dv), inputs)
