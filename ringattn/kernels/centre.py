@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from math import inf
 
-from torch import Tensor, float32, where
+from torch import Tensor, float32, float64, where
+from torch.linalg import vector_norm
 
 from ..plan.row_sets import ALL_ROWS, AllRows, RowSet
 from .contract import Tensors, VisitKernel
 from .memory import expand_heads
 from .pad import EXTRA, crop_to, delta, with_column
 
-#: If logits of the first key exceed this, the first key is subtracted from all keys.
-LARGE = 16.0
+#: If logits of the first key may exceed this, the first key is subtracted from all keys.
+LARGE = 32.0
 
 
 class Centre:
@@ -22,8 +23,9 @@ class Centre:
     calls of a row wrong weights in the output. In the backward, weights would differ from those of the forward, an
     error that is multiplied by what all keys have in common. After the subtraction, logits and these errors are small.
     The number by which each row's logits fell is added back to lse in fp64; (row sum of dS) x key is added back to dq,
-    see `restore`. Only the first key and the first query decide whether to subtract, so no later token changes the bits
-    of an earlier row.
+    see `restore`. Only the rank's first token decides whether to subtract, so no later token changes the bits of an
+    earlier row: the first key is subtracted if |q| |k| exceeds LARGE, where |q| is at least the norm of a row of ones,
+    because other queries may be larger than the first one, or less orthogonal to the key.
     """
 
     def __init__(self, kernel: VisitKernel, q: Tensor, k: Tensor, scale: float) -> None:
@@ -37,7 +39,9 @@ class Centre:
         takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
         self.moves = fits and takes
         if self.moves:
-            largest = (q[:, :, :1].double() * self.of_queries).contiguous().sum(-1).abs().max()
+            query = q[:, :, :1, EXTRA:] if kernel.padded else q[:, :, :1]
+            sizes = vector_norm(query, dim=-1, dtype=float64).clamp_min_(query.size(-1) ** 0.5)
+            largest = sizes.mul_(vector_norm(self.of_queries, dim=-1, dtype=float64)).max()
             if q.is_cpu:
                 self.moves = LARGE < float(largest) * scale < inf
             else:  # without a wait of the host for the device: a key of zeros stands for none
