@@ -58,6 +58,12 @@ def main(config: PlanConfig) -> dict[str, Any]:
 def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
     """Print a plan and its counts; returns both for JSON."""
     path = config.output.path
+    if config.rank is not None:
+        listing = plan.listing(config.rank)
+        if path != STDOUT:
+            print_plain(describe_sides(plan))
+            print_plain(str(listing))
+        return listing.record
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     count = min(plan.ranks, TABLE_RANKS)
     # `lookups` is None if even the steps of one rank take too long to count.

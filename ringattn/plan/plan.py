@@ -24,6 +24,7 @@ from .steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, PlanSizes, RankPlan, 
 
 if TYPE_CHECKING:
     from .choice import Choice
+    from .listing import Listing
 
 #: Increased whenever the same inputs give different steps, so that ranks of different versions refuse to run together.
 FORMAT = 4
@@ -380,6 +381,22 @@ class Plan(PlanSizes):
         from .drawing import draw_steps  # loaded only when a plan is drawn
 
         return draw_steps(self.ranks, self.forward_steps, self._level, ascii=ascii, width=width)
+
+    def listing(self, rank: int) -> Listing:
+        """What one rank posts, computes and waits for, step by step, to print or as JSON."""
+        from .listing import Listing  # loaded only when a plan is listed
+
+        (ring_plan, place), steps = self.ring_plan(rank), self.for_rank(rank)
+
+        def pairs(part: Part) -> int:
+            demand = ring_plan.demand if part.kind == "kv" else ring_plan.query_demand
+            return sum(work.pairs for work in demand.works(place, part.owner, part.row_set))
+
+        def block_rows(part: Part) -> int:
+            return ring_plan.layout_of(part.kind).rows(part.owner)
+
+        travels, shard = (ring_plan.forward_rotates, ring_plan.rotates), self.layout_of("q").shard(rank)
+        return Listing(self.hash, self.ranks, steps, shard, travels, self.part_bytes, pairs, block_rows)
 
     def _level(self, rank: int, step: Step) -> int:
         """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""

@@ -192,6 +192,7 @@ class TwoSides(ProblemSizes):
 class PlanConfig(TwoSides):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
+    rank: int | None
     ascii: bool
     state: str | None
 
