@@ -31,7 +31,7 @@ def draw_steps(
     many of the pairs in the step's blocks are computed: 0 for none, 1 for less than half, 2 for less than all, 3 for
     all.
 
-    A cell shows the level, with an arrow if the rank also sends. With many ranks, the picture shows a few groups of
+    A cell shows the level, and an arrow with the number of messages if the rank also sends. With many ranks, the picture shows a few groups of
     neighbours; with many steps, the first and the last ones. A last line lists what is left out. Raises InvalidInput if
     `width` is below LEAST.
     """
@@ -52,10 +52,10 @@ def draw_steps(
             if at is None or at >= len(rank_steps):
                 cells += " " * CELL
                 continue
-            cells += f" {marks[level(rank, rank_steps[at])] * 2}{arrow if rank_steps[at].sends else ' '} "
+            cells += f" {marks[level(rank, rank_steps[at])] * 2}{_count(len(rank_steps[at].sends), arrow)}".ljust(CELL)
         lines.append(f"rank {rank}".ljust(label) + cells)
     words = [f"{marks[3]} all pairs of the visit", f"{marks[2]} half or more", f"{marks[1]} less", f"{marks[0]} none"]
-    lines += _wrap([*words, f"{arrow} sends meanwhile"], width)
+    lines += _wrap([*words, f"{arrow} sends, {arrow}2 twice"], width)
     left = []
     if len(drawn) < ranks:
         left.append(f"{ranks - len(drawn):,} of {plural(ranks, 'rank')}")
@@ -65,6 +65,11 @@ def draw_steps(
     if left:
         lines += _wrap([f"left out: {left[0]}", *left[1:]], width)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _count(sends: int, arrow: str) -> str:
+    """An arrow with the number of messages if there are several, in two columns: "+" stands for 10 or more."""
+    return "" if not sends else arrow if sends == 1 else f"{arrow}{sends if sends < 10 else '+'}"
 
 
 def choose_ranks(ranks: int) -> list[int]:
