@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from .call.graph_op import save_attention_policy as save_attention_policy
     from .call.planner import make_plan as make_plan
     from .call.planner import make_plans as make_plans
-    from .compat import BlockSparseAdaptive as BlockSparseAdaptive
-    from .compat import create_block_sparse_attention as create_block_sparse_attention
-    from .compat import create_dilated_attention as create_dilated_attention
-    from .compat import create_multihead_block_sparse as create_multihead_block_sparse
-    from .compat import create_multihead_dilated_attention as create_multihead_dilated_attention
-    from .compat import get_block_sparse_preset as get_block_sparse_preset
     from .errors import CommFailure as CommFailure
     from .errors import InvalidInput as InvalidInput
     from .errors import LaunchLimit as LaunchLimit
@@ -43,6 +37,12 @@ if TYPE_CHECKING:
     from .machine.machine import Machine as Machine
     from .machine.presets import MACHINES as MACHINES
     from .machine.presets import get_machine as get_machine
+    from .nn.factories import BlockSparseAdaptive as BlockSparseAdaptive
+    from .nn.factories import create_block_sparse_attention as create_block_sparse_attention
+    from .nn.factories import create_dilated_attention as create_dilated_attention
+    from .nn.factories import create_multihead_block_sparse as create_multihead_block_sparse
+    from .nn.factories import create_multihead_dilated_attention as create_multihead_dilated_attention
+    from .nn.factories import get_block_sparse_preset as get_block_sparse_preset
     from .pattern import BlockSparse as BlockSparse
     from .pattern import Causal as Causal
     from .pattern import Dilated as Dilated
@@ -99,7 +99,7 @@ _NAMES = {
     "recurrence.layers": "affine_scan causal_conv1d gated_delta_rule selective_scan ssd",
     "kernels.memory": "auto_batch_size",
     "call.graph_op": "keep_attention save_attention_policy",
-    "compat": (
+    "nn.factories": (
         "BlockSparseAdaptive create_block_sparse_attention create_dilated_attention create_multihead_block_sparse"
         " create_multihead_dilated_attention get_block_sparse_preset"
     ),

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ringattn"
 #: Packages, and modules of the root. Each imports only from those before it: first what a job on ranks may import.
 ORDER = (
     *("errors", "registry", "text", "dtypes", "cache", "files", "transport", "pattern", "layout", "machine", "plan"),
-    *("kernels", "runtime", "call", "recurrence", "inference", "nn", "train", "integrations", "compat", "simulator"),
+    *("kernels", "runtime", "call", "recurrence", "inference", "nn", "train", "integrations", "simulator"),
     *("cli", "lab"),
 )
 #: The only import against the order, within a function: `auto` asks the timing model.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -229,6 +228,8 @@ def _pack_sums(sums: Tensor, block: int, seed: int) -> bytes:
     """This rank's record: [block, blocks + 1, seed], and the sums of the blocks in which this rank has rows."""
     head = torch.tensor([block, sums.shape[2], seed], device="cpu")
     blocks = sums[..., -1].any(0).any(0).nonzero().flatten()
+    from safetensors.torch import save  # few programs choose blocks
+
     return save({"head": head, "blocks": blocks.cpu(), "sums": sums[:, :, blocks].cpu().contiguous()})
 
 
@@ -238,6 +239,8 @@ def _add_all_sums(sums: Tensor, block: int, records: list[bytes]) -> tuple[Tenso
     `sums` are this rank's own; heads and dims are equal on all ranks. Raises Mismatch, naming the rank, if block sizes
     differ.
     """
+    from safetensors.torch import load
+
     found = list(map(load, records))
     heads = [record["head"].tolist() for record in found]
     for rank, (other, *_) in enumerate(heads):

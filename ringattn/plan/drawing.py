@@ -31,9 +31,9 @@ def draw_steps(
     many of the pairs in the step's blocks are computed: 0 for none, 1 for less than half, 2 for less than all, 3 for
     all.
 
-    A cell shows the level, and an arrow with the number of messages if the rank also sends. With many ranks, the picture shows a few groups of
-    neighbours; with many steps, the first and the last ones. A last line lists what is left out. Raises InvalidInput if
-    `width` is below LEAST.
+    A cell shows the level, and an arrow with the number of messages if the rank also sends. With many ranks, the
+    picture shows a few groups of neighbours; with many steps, the first and the last ones. A last line lists what is
+    left out. Raises InvalidInput if `width` is below LEAST.
     """
     width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns) if width is None else width
     if width < LEAST:

@@ -10,7 +10,7 @@ from oracle import error
 
 import ringattn as ra
 from ringattn import Causal, Dilated, InvalidInput, local_window
-from ringattn.compat import FAMILIES, ONE_DEVICE, PRESETS, RING
+from ringattn.nn.factories import FAMILIES, ONE_DEVICE, PRESETS, RING
 
 TOKENS = 200
 

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 import ringattn as ra
 from ringattn import Causal, Dilated, InvalidInput, Pattern, local_window
-from ringattn.compat import FAMILIES
+from ringattn.nn.factories import FAMILIES
 
 Tensor = torch.Tensor
 Attend = Callable[..., Tensor]

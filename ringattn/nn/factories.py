@@ -12,20 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .call.arguments import check_option_names
-from .errors import InvalidInput
-from .nn import (
-    AdaptiveAttention,
-    BlockSparseAttention,
-    DilatedAttention,
-    MultiheadAdaptiveAttention,
-    MultiheadAttention,
-    MultiheadBlockSparseAttention,
-    MultiheadDilatedAttention,
-    RingAttention,
-)
-from .nn.core import option_names
-from .pattern import (
+from ..call.arguments import check_option_names
+from ..errors import InvalidInput
+from ..pattern import (
     Causal,
     Dilated,
     Pattern,
@@ -36,7 +25,15 @@ from .pattern import (
     parse_pattern,
     strided_blocks,
 )
-from .text import did_you_mean, shown
+from ..text import did_you_mean, shown
+from .adaptive import AdaptiveAttention
+from .core import BlockSparseAttention, DilatedAttention, RingAttention, option_names
+from .multihead import (
+    MultiheadAdaptiveAttention,
+    MultiheadAttention,
+    MultiheadBlockSparseAttention,
+    MultiheadDilatedAttention,
+)
 
 #: Block-sparse patterns by name, each called with block and density.
 FAMILIES: dict[str, Callable[..., Pattern]] = {
