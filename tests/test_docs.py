@@ -201,12 +201,14 @@ def test_there_are_samples() -> None:
     assert len(with_samples("bash")) >= 3
 
 
-def test_the_picture_is_what_the_command_prints(inside: Inside) -> None:
-    (shown,) = blocks(ROOT / "docs/command_line.md", "console")
-    command, *lines = shown.strip().splitlines()
-    words = shlex.split(command.removeprefix("$ ringattn "))
-    printed = [line.rstrip() for line in inside(*words, cwd=ROOT).stdout.splitlines()]
-    assert printed[: len(lines)] == [line.rstrip() for line in lines]
+def test_pictures_and_listings_are_what_the_commands_print(inside: Inside) -> None:
+    shown = blocks(ROOT / "docs/command_line.md", "console")
+    assert len(shown) == 2
+    for block in shown:
+        command, *lines = block.strip().splitlines()
+        words = shlex.split(command.removeprefix("$ ringattn "))
+        printed = [line.rstrip() for line in inside(*words, cwd=ROOT).stdout.splitlines()]
+        assert printed[: len(lines)] == [line.rstrip() for line in lines]
 
 
 def test_the_change_from_one_device_to_many_in_the_readme() -> None:
