@@ -31,7 +31,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class CallData:
-    """What a kernel needs to know of a call besides its blocks; equal in both passes.
+    """What a kernel needs to know in one pass of an attention call, besides its blocks.
 
     scale: the factor of the logits.
     stays: the part that stays on this rank, of kind "q" if keys visit and "kv" if queries visit.
@@ -53,7 +53,7 @@ class CallData:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """What a backward knows of query rows: dO and q [B, H, n, D], lse [B, H, n] over all keys, and the rest of delta.
+    """What a backward knows of query rows: dO and q [B, H, n, D], lse [B, H, n] over all keys, and what delta needs.
 
     Rows that visit carry a `number` [B, H, n, 1], see `CallData.number`. Rows that stay have `out` and `grad_lse`
     (None: the loss does not depend on lse).
@@ -70,8 +70,8 @@ class QueryRows:
 class KernelPass(ABC):
     """A kernel in one pass of one rank: computes visits, and keeps what stays between them.
 
-    A pass is a forward or a backward in which keys visit, or one in which queries visit; all its visits are of one
-    kind. Tensors have any strides; blocks and rows have the dtype of the inputs, sums are in fp32 (fp64 for fp64).
+    In a pass, a forward or a backward, either keys visit or queries; all its visits are of one kind. Tensors have any
+    strides; blocks and rows have the dtype of the inputs, sums are in fp32 (fp64 for fp64).
     """
 
     #: Whether ready visits of several virtual ranks on one device may be computed by one call of `launch`.
@@ -89,7 +89,7 @@ class KernelPass(ABC):
 
     @abstractmethod
     def new_grads(self) -> Any:
-        """The gradients of what stays in a backward, as the kernel keeps them: of q, or of the block."""
+        """The gradients of what stays in a backward, as the kernel keeps them: dq, or if queries visit (dk, dv)."""
 
     @abstractmethod
     def finish_grads(self, grads: Any) -> Tensors:
@@ -97,11 +97,17 @@ class KernelPass(ABC):
 
     @abstractmethod
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> None:
-        """Attend q to a block, and merge the result into `new_sums`, or if queries visit, into (out, lse) of theirs."""
+        """Attend q to a block, and merge the result into `sums`.
+
+        These are of `new_sums` or, if queries visit, their (out, lse), which `visit.first` says to write, not to merge.
+        """
 
     @abstractmethod
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: Any, travel: Tensors) -> None:
-        """Differentiate a visit: add to `stay`, which `new_grads` made, and to `travel`, the visiting block's sums."""
+        """Differentiate a visit: add to `stay`, which `new_grads` made, and to `travel`, the visiting block's sums.
+
+        With `visit.first`, `travel` is uninitialized: write it all, zeros where there is no pair.
+        """
 
     def launch(self, requests: Sequence[Compute]) -> None:
         """Compute requests: one or, if `together`, those of several ranks whose passes have equal keys."""
@@ -190,7 +196,8 @@ class VisitKernel(ABC):
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
         """(a table for each visit, the rows without a pair). Called once for all visits of a pass, without tensors.
 
-        `heads` are the query heads, and `rows` the rows that stay. The plan caches the result by `key`.
+        `heads` are the query heads, and `rows` the rows that stay. The result is part of the program, which the plan
+        caches by rank, device and `key`.
         """
         return [None] * len(visits), None
 

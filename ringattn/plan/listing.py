@@ -32,7 +32,7 @@ class Listing:
       "bytes"; "due", the step whose "wait" names it; and "parts".
     - A part or visit has a "kind", see `steps.Kind`; "owner"; "heads" and "rows", null for all: one list of
       [start, stop, step] for all heads, or one for each. A visit also has "pairs" of queries and keys over all heads,
-      and "kept" if its block stays on the rank, for the backward or from the forward.
+      and "kept" if the forward keeps its block for the backward.
 
     With Ulysses groups, owners of blocks are numbered by group, and rows are those of the group.
     """

@@ -12,7 +12,7 @@ from ..kernels.pad import delta, delta_factor
 from ..kernels.sums import finish_sums, make_output_sums
 from ..transport.base import Program
 from . import ring
-from .program import RingRun, Stop
+from .program import NumberedVisit, RingRun
 from .ring import ForwardResult, Gradients, Job, wide_zeros
 
 
@@ -24,9 +24,9 @@ def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     run.give(run.program.sums["part"], own)
     kernel = job.begin(q, k, v, stays="kv")
 
-    def tensors(stop: Stop) -> tuple[Any, ...]:
-        (queries,) = run.get(stop.block)
-        return queries, (k, v), run.get(stop.sums)
+    def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
+        (queries,) = run.get(visit.block)
+        return queries, (k, v), run.get(visit.sums)
 
     yield from ring.turn(run, kernel, tensors)
     return ForwardResult(*finish_sums(*own, q, job.own_sinks, out), ())
@@ -40,15 +40,15 @@ def backward(
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, number = wide_zeros(q), delta(grad, out, grad_lse)
     kernel = job.begin(q, k, v, stays="kv")
-    grads = kernel.new_grads()
+    stay = kernel.new_grads()
     run.give(run.program.own["q"], (q, grad))
     run.give(run.program.own["row"], (result.lse, delta_factor(grad, number) if job.sends_factor else number))
     run.give(run.program.sums["dq"], (dq,))
 
-    def tensors(stop: Stop) -> tuple[Any, ...]:
-        (query, dout), (lse, number) = run.get(stop.block), run.get(stop.rows)
-        return QueryRows(dout, query, lse, number=number), (k, v), grads, run.get(stop.sums)
+    def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
+        (query, dout), (lse, number) = run.get(visit.block), run.get(visit.rows)
+        return QueryRows(dout, query, lse, number=number), (k, v), stay, run.get(visit.sums)
 
     yield from ring.turn(run, kernel, tensors, backward=True)
-    dk, dv = kernel.finish_grads(grads)
+    dk, dv = kernel.finish_grads(stay)
     return job.cast((dq, dk, dv), inputs)

@@ -30,11 +30,11 @@ OWN: dict[tuple[str, bool], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Stop:
+class NumberedVisit:
     """A visit with the numbers of its tensors, and the copies that prepare them.
 
-    `block` are the visiting tensors, and `sums` those that travel with them; none in the forward of pass-KV. In the
-    backward of pass-Q, `rows` are lse and delta of the visiting queries. `label` names the visit in traces.
+    `block` are the visiting tensors. `sums` travel with them; the forward of pass-KV has none. In the backward of
+    pass-Q, `rows` are lse and delta of the visiting queries. `label` names the visit in traces.
     """
 
     visit: Visit
@@ -50,7 +50,7 @@ class RingStep:
     """What a rank does in one step of the ring: it posts messages, computes visits, and waits for messages."""
 
     posts: Actions
-    stops: tuple[Stop, ...]
+    visits: tuple[NumberedVisit, ...]
     waits: Actions
     label: str
 
@@ -61,8 +61,9 @@ class RankProgram:
 
     The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind). With schedule ulysses,
     `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the ring; otherwise they are
-    None. `unseen` are the local rows without a pair, as the kernel found them. `saved` are the tensors that the forward
-    keeps for the backward. `rotates` says whether keys ("kv") or queries ("q") visit.
+    None. `unseen` are the local rows without a pair, as the kernel found them. `saved` are blocks that stay between the
+    passes: a forward leaves them in its run, and the caller gives them to the backward. `rotates` says whether keys
+    ("kv") or queries ("q") visit.
     """
 
     memory: Memory
@@ -78,7 +79,7 @@ class RankProgram:
     def __repr__(self) -> str:
         """One line; `Plan.listing` prints the steps."""
         posts = sum(isinstance(action, NumberedPost) for step in self.steps for action in step.posts)
-        visits = sum(len(step.stops) for step in self.steps)
+        visits = sum(len(step.visits) for step in self.steps)
         return f"<RankProgram: {self.rotates} travels, {len(self.steps)} steps, {posts} posts, {visits} visits>"
 
 
@@ -94,13 +95,13 @@ class RingRun(PassTensors):
         return self.perform(step.posts, step.label)
 
     def compute(
-        self, step: RingStep, kernel: KernelPass, tensors: Callable[[Stop], tuple[Any, ...]], backward: bool
+        self, step: RingStep, kernel: KernelPass, tensors: Callable[[NumberedVisit], tuple[Any, ...]], backward: bool
     ) -> Program[None]:
-        """Compute the step's visits; `tensors` gives the arguments of the kernel's visit after the first one."""
-        for stop in step.stops:
-            if stop.copies:
-                yield from self.perform(stop.copies)
-            yield Compute(kernel, stop.visit, tensors(stop), backward, stop.label)
+        """Compute the step's visits; `tensors` gives what `visit_forward` or `visit_backward` takes after the visit."""
+        for one in step.visits:
+            if one.copies:
+                yield from self.perform(one.copies)
+            yield Compute(kernel, one.visit, tensors(one), backward, one.label)
 
     def wait(self, step: RingStep) -> Program[None]:
         """Wait for the messages that are due, and add the sums that arrived to those computed here."""
@@ -154,25 +155,25 @@ def _resolve(
             enter = HeadExchange(recorder, plan, rank, steps, to_heads=True).record("dout" if backward else "qkv")
         own, sums = OWN[rotates, backward]
         state = RankState(recorder, ring_plan, owner, steps, own, saved, sums=sums, given=backward)
-        recorded = []
+        recorded: list[RingStep] = []
         for index in ring_steps:
             label = f"{'backward' if backward else 'forward'} step {index}"
             state.start(index)
-            posts, stops = recorder.collect(), []
+            posts, visits = recorder.collect(), []
             for part in steps[index].visits:
                 works = demand.works(owner, part.owner, part.row_set)
-                if works or rotates == "kv":
-                    stops.append(_record_stop(state, Visit(part, works), label, backward=backward))
-            recorded.append(RingStep(posts, tuple(stops), state.finish(index), label))
+                if works or rotates == "kv":  # a rank also passes on queries that see none of its keys
+                    visits.append(_record_visit(state, Visit(part, works), label, backward=backward))
+            recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
-    rows = ring_plan.layout_of("q" if rotates == "kv" else "kv").rows(owner)
-    visits = [stop.visit for step in recorded for stop in step.stops]
-    tables, unseen = kernel.prepare(visits, ring_plan.heads, rows, backward=backward)
-    prepared = iter([replace(visit, table=table) for visit, table in zip(visits, tables, strict=True)])
+        rows = ring_plan.layout_of("q" if rotates == "kv" else "kv").rows(owner)
+        found = [one.visit for step in recorded for one in step.visits]
+        tables, unseen = kernel.prepare(found, ring_plan.heads, rows, backward=backward)
+    prepared = iter([replace(visit, table=table) for visit, table in zip(found, tables, strict=True)])
     return RankProgram(
         recorder.memory,
-        tuple(replace(x, stops=tuple(replace(s, visit=next(prepared)) for s in x.stops)) for x in recorded),
+        tuple(replace(x, visits=tuple(replace(s, visit=next(prepared)) for s in x.visits)) for x in recorded),
         {part.kind: numbers for part, numbers in state.own.items()},
         {part.kind: numbers for part, numbers in state.own_sums.items()},
         tuple(number for part in saved for number in state.blocks[part]),
@@ -183,8 +184,8 @@ def _resolve(
     )
 
 
-def _record_stop(state: RankState, visit: Visit, label: str, *, backward: bool) -> Stop:
-    """Record a visit. Sums that are new stay uninitialized: the kernel begins them."""
+def _record_visit(state: RankState, visit: Visit, label: str, *, backward: bool) -> NumberedVisit:
+    """Record a visit. Sums that are new stay uninitialized: `Visit.first` tells the kernel to begin them."""
     part = visit.part
     rows: Numbers = ()
     sums: Numbers = ()
@@ -195,12 +196,12 @@ def _record_stop(state: RankState, visit: Visit, label: str, *, backward: bool) 
         total = Part(SUM_OF.get(part.kind, "grad"), part.owner, part.row_set)
         visit = replace(visit, first=state.is_new(total))
         sums = state.sums(total, zero=False)
-    return Stop(visit, state.recorder.collect(), block, rows, sums, f"{label}, block of rank {part.owner}")
+    return NumberedVisit(visit, state.recorder.collect(), block, rows, sums, f"{label}, block of rank {part.owner}")
 
 
 @cached
 def _largest_message(plan: Plan, rank: int) -> int:
-    """Bytes of the largest message of a rank in either pass, so that both passes use buffers of the same sizes."""
+    """Bytes of a rank's largest message or part, so that both passes use buffers of the same sizes."""
     rank_plan = plan.for_rank(rank)
     hops = [hop for step in (*rank_plan.forward, *rank_plan.backward) for hop in (*step.sends, *step.recvs)]
     sizes = [sum(map(plan.part_bytes, hop.parts)) for hop in hops]

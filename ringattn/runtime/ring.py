@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..transport.base import Program
 from .buffers import find_places
-from .program import RingRun, Stop
+from .program import NumberedVisit, RingRun
 
 #: (dq, dk, dv).
 Gradients = tuple[Tensor, Tensor, Tensor]
 #: The tensors of a visit, as arguments of the kernel.
-TensorsOf = Callable[[Stop], tuple[Any, ...]]
+TensorsOf = Callable[[NumberedVisit], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Job:
     cast_grads: bool = True
     sinks: Tensor | None = None
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor, *, stays: str) -> KernelPass:
+    def begin(self, q: Tensor, k: Tensor, v: Tensor, *, stays: Literal["q", "kv"]) -> KernelPass:
         """The kernel in one pass of this rank; `stays` is "q" if keys visit, and "kv" if queries visit."""
         plan, owner = self.plan.ring_plan(self.rank)
         call = CallData(
             self.scale,
-            Part("q" if stays == "q" else "kv", owner),
+            Part(stays, owner),
             self.heads,
             lambda part: find_places(plan, part, q.device),
             "factor" if self.sends_factor else "delta",
@@ -75,7 +75,8 @@ class Job:
     def sends_factor(self) -> bool:
         """Whether visiting queries bring the factor of `pad.times_unit` instead of delta.
 
-        It saves receivers work, but a gradient of lse, or messages that round dO, need delta itself.
+        It saves receivers work. A gradient of lse is part of delta but of no factor of dO, and rounded messages change
+        dO: both need delta itself.
         """
         return self.plan.comm_dtype is None and not self.lse
 
@@ -97,7 +98,7 @@ class ForwardResult:
 
 
 def turn_in_order(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool = False) -> Program[None]:
-    """Turn the ring once: in each step, blocks move on, and then those that are here are computed."""
+    """Turn the ring once: in each step, exchange the messages, compute the step's visits, add the sums that arrived."""
     for step in run.steps:
         yield from run.post(step)
         yield from run.arrive(step)
@@ -106,7 +107,10 @@ def turn_in_order(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backw
 
 
 def turn(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool = False) -> Program[None]:
-    """Turn the ring once, with overlap: the next blocks travel while those that are here are computed. Same bits."""
+    """Turn the ring once, computing while messages travel; some travel for several steps.
+
+    The bits are those of `turn_in_order`: the same visits in the same order, and sums are added after them in both.
+    """
     for step in run.steps:
         yield from run.post(step)
         yield from run.compute(step, kernel, tensors, backward)
@@ -120,8 +124,8 @@ def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     kernel = job.begin(q, k, v, stays="q")
     sums = kernel.new_sums(out)
 
-    def tensors(stop: Stop) -> tuple[Any, ...]:
-        return q, run.get(stop.block), sums
+    def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
+        return q, run.get(visit.block), sums
 
     yield from turn(run, kernel, tensors)
     return ForwardResult(*kernel.finish(sums, run.program.unseen), run.get(run.program.saved))
@@ -132,22 +136,22 @@ def backward(
 ) -> Program[Gradients]:
     """(dq, dk, dv) from dO and, if given, the gradient of lse; dk and dv travel to the owner of their block.
 
-    The lse of whole rows gives each visit its final weights, so gradients of visits are summed, not merged.
+    With the lse of whole rows the weights of each visit are final, so that gradients of visits add up.
     """
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     kernel = job.begin(q, k, v, stays="q")
-    grads, sums = kernel.new_grads(), (wide_zeros(k), wide_zeros(v))
+    stay, travel = kernel.new_grads(), (wide_zeros(k), wide_zeros(v))
     run.give(run.program.own["kv"], (k, v))
     run.give(run.program.saved, result.saved)
-    run.give(run.program.sums["grad"], sums)
+    run.give(run.program.sums["grad"], travel)
     rows = QueryRows(grad, q, result.lse, out=out, grad_lse=grad_lse)
 
-    def tensors(stop: Stop) -> tuple[Any, ...]:
-        return rows, run.get(stop.block), grads, run.get(stop.sums)
+    def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
+        return rows, run.get(visit.block), stay, run.get(visit.sums)
 
     yield from turn(run, kernel, tensors, backward=True)
-    (dq,) = kernel.finish_grads(grads)
-    return job.cast((dq, *sums), inputs)
+    (dq,) = kernel.finish_grads(stay)
+    return job.cast((dq, *travel), inputs)
 
 
 def wide_zeros(x: Tensor) -> Tensor:

@@ -312,7 +312,7 @@ def test_leaves_have_the_same_bits_on_any_number_of_ranks(monkeypatch: pytest.Mo
     pick, turn = random.Random(0), ring.turn
 
     def shuffled(run: Any, *args: Any, **named: Any) -> Program[None]:
-        run.steps = [replace(step, stops=pick.sample(step.stops, len(step.stops))) for step in run.steps]
+        run.steps = [replace(step, visits=pick.sample(step.visits, len(step.visits))) for step in run.steps]
         return turn(run, *args, **named)
 
     monkeypatch.setattr(ring, "turn", shuffled)
