@@ -22,7 +22,7 @@ from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
 from ..plan.schedules import resolve
-from ..plan.steps import PlanSizes, check_rotate
+from ..plan.steps import PlanSizes, parse_rotate
 from ..transport.base import CHECKS
 from .arguments import (
     OPTION_NAMES,
@@ -101,7 +101,7 @@ class CompiledCall:
     @property
     def chooses(self) -> bool:
         """Whether predicted times choose the schedule, or which tensors travel in the forward."""
-        by_time = self.q_layout is not None and self.options.rotate.startswith("auto")
+        by_time = self.q_layout is not None and parse_rotate(self.options.rotate, both=True)[0] == "auto"
         return by_time or self.options.schedule == "auto"
 
     def machine(self) -> Machine:
@@ -267,7 +267,7 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
         raise InvalidInput(f"scale must be a finite number, got {scale}; leave it out for 1 / sqrt(head_dim)")
     if options.softcap is not None and not 0 < options.softcap < inf:
         raise InvalidInput(f"softcap must be a finite number > 0, such as 50.0, got {options.softcap}; None: no cap")
-    check_rotate(options.rotate)
+    parse_rotate(options.rotate)
     if options.check not in (None, *CHECKS):
         raise InvalidInput(f"check={options.check!r}: expected one of {', '.join(CHECKS)}")
     if options.machine is not None:

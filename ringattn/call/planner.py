@@ -12,7 +12,7 @@ from ..layout.regular import DEFAULT_LAYOUT, Layout, make_layout, read_masks
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan, arrange, bind_sides
 from ..plan.schedules import resolve, takes_node
-from ..plan.steps import PlanSizes
+from ..plan.steps import PlanSizes, parse_rotate
 from ..text import shown
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def find_plan(
 
         names = list_layouts(ranks)
     own: dict[Layout, Layout] = {}
-    if q_layout is None and q_tokens in (None, tokens):
+    square = q_layout is None and q_tokens in (None, tokens)
+    forward, backward = parse_rotate(sizes.rotate, both=not square)
+    if square:
         layouts = [make_layout(name, tokens=tokens, ranks=ranks, pattern=pattern, heads=heads) for name in names]
     else:
         count = tokens if q_tokens is None else q_tokens
@@ -114,18 +116,17 @@ def find_plan(
         layouts = [*own]
     if own and all(layout == of_queries for layout, of_queries in own.items()):  # `rotate` is for both passes
         own = {}
-        sizes = replace(sizes, rotate="q, q" if sizes.rotate == "q" else sizes.rotate)
+        sizes = replace(sizes, rotate=f"q, {backward}" if forward == "q" else sizes.rotate)
     if not own:
         pattern.check(tokens, heads)
     bound = bind_sides(pattern, layouts[0], own[layouts[0]], heads) if own else pattern.bind(heads, tokens)
-    passes = sizes.rotate.split(", ")
     rotates = [sizes.rotate]
-    if own and passes[0] == "auto":  # the forward's; a comm_dtype asks for rounded keys
+    if own and forward == "auto":  # a comm_dtype asks for rounded keys
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
-        rotates = [f"{form}, {passes[-1]}" for form in forms]
+        rotates = [f"{form}, {backward}" for form in forms]
     schedule = resolve(schedule)
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
-    by_events = own or sizes.rotate.startswith("q, ")
+    by_events = own or forward == "q"
     on_machine = None
     if choosing or machine is not None or takes_node(schedule):
         from ..machine.presets import get_machine  # as above

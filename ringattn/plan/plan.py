@@ -20,7 +20,7 @@ from .demand import ANSWERS, KeyDemand, QueryDemand
 from .row_sets import ONE_ROW, RowSet
 from .schedules import make_schedule, resolve, split_ulysses
 from .schedules.base import Schedule, sampled_owners
-from .steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, PlanSizes, RankPlan, Step
+from .steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, PlanSizes, RankPlan, Step, parse_rotate
 
 if TYPE_CHECKING:
     from .choice import Choice
@@ -206,19 +206,15 @@ class Plan(PlanSizes):
         """A `Rotation`, which computes the steps of each rank for `demand`; for plans without Ulysses groups."""
         query_demand = self.query_demand if demand is self.demand else QueryDemand(demand)
         keys, queries = (make_schedule(self.schedule, blocks) for blocks in (demand, query_demand))
-        rotate = self.rotate.split(", ")[-1]
+        _, backward = parse_rotate(self.rotate)
         # Rounded queries would give other attention weights than the forward.
-        rotate = "kv" if rotate == "auto" and self.comm_dtype is not None else rotate
-        return Rotation(keys, queries, self.forward_rotates, rotate, self.part_bytes)
+        backward = "kv" if backward == "auto" and self.comm_dtype is not None else backward
+        return Rotation(keys, queries, self.forward_rotates, backward, self.part_bytes)
 
-    @property
+    @cached_property
     def forward_rotates(self) -> str:
-        """Which blocks travel in the forward: "q" if `rotate` says so for the forward, else "kv".
-
-        A single "q" in `rotate` counts for the forward only if queries have their own layout.
-        """
-        forward, *backward = self.rotate.split(", ")
-        return "q" if forward == "q" and (backward or self.q_layout is not None) else "kv"
+        """Which blocks travel in the forward: "q" if `rotate` says so for the forward, else "kv"."""
+        return "q" if parse_rotate(self.rotate, both=self.q_layout is not None)[0] == "q" else "kv"
 
     @property
     def is_plain(self) -> bool:

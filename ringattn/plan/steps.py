@@ -107,8 +107,7 @@ def make_parts(kind: Kind, owner: int, row_sets: RowSets) -> tuple[Part, ...]:
     return tuple([Part(kind, owner, row_set) for row_set in row_sets])
 
 
-#: What travels: keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783). Applies to the backward or, if queries
-#: have their own layout, to both passes.
+#: What travels in a pass: keys and values (pass-KV) or queries (pass-Q, arXiv:2411.01783).
 ROTATE = ("auto", "kv", "q")
 
 
@@ -147,7 +146,7 @@ class PlanSizes(Value):
         fitting = [name for name in ("float32", "bfloat16") if ITEM_BYTES[name] <= ITEM_BYTES[self.dtype]]
         if self.comm_dtype is not None and self.comm_dtype not in fitting:  # float16 lacks the range of gradients
             raise InvalidInput(f"comm_dtype={self.comm_dtype}: {self.dtype} may travel as {' or '.join(fitting)}")
-        check_rotate(self.rotate)
+        parse_rotate(self.rotate)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -195,9 +194,13 @@ class PlanSizes(Value):
         return self.batch * rows[0] * heads * (self.value_dim * item + lse_item)
 
 
-def check_rotate(rotate: object) -> None:
-    """Raise InvalidInput unless `rotate` is one of `ROTATE`, or two for forward and backward, such as "q, kv"."""
+def parse_rotate(rotate: object, *, both: bool = False) -> tuple[str, str]:
+    """What travels in the (forward, backward), of `ROTATE`, by two values such as "q, kv", or by one for the backward.
+
+    With `both`, one value holds for both passes, else keys travel in the forward. Raises InvalidInput.
+    """
     passes = rotate.split(", ") if isinstance(rotate, str) else []
     if len(passes) not in (1, 2) or not {*passes} <= {*ROTATE}:
         hint = did_you_mean(rotate, ROTATE) if isinstance(rotate, str) else ""
         raise InvalidInput(f"rotate={shown(rotate)}: {hint}expected {', '.join(ROTATE)}, or two such as 'q, kv'")
+    return passes[0] if both or len(passes) == 2 else "kv", passes[-1]
