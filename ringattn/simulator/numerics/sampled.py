@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, count, groupby
 from operator import itemgetter
@@ -22,8 +22,7 @@ import torch
 
 from ...errors import InvalidInput, Unsupported
 from ...kernels import get_kernel
-from ...kernels.base import Kernel
-from ...kernels.softmax import merge_
+from ...kernels.sums import merge_partial
 from ...kernels.views import RowViews, select_inputs
 from ...plan.plan import Plan
 from ...plan.row_sets import WHOLE_BLOCK, AllRows, RowSet, RowSets
@@ -117,13 +116,14 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
             seconds = before + time.perf_counter() - begun
             checkpoint.write({"deliveries": number, "seconds": seconds, "out": out.tolist(), "lse": lse.tolist(),
                               "ledger": ledger.counts()})  # fmt: skip
-        for call, index in split_calls(kernel, calls):
-            (x,), (y, z) = select_inputs(call, None, RowViews(q[:, :, index]), block)
-            heads = slice(call.heads.start, call.heads.stop, call.heads.step)
-            total, total_lse = out[:, heads, index], lse[:, heads, index]
-            merge_(total, total_lse, *kernel.forward(x, y, z, call, scale))
+        for (work, _), numbers in calls.items():
+            index = _index_rows(tuple(numbers))
+            queries, totals = RowViews(q[:, :, index]), RowViews(out[:, :, index], lse[:, :, index])
+            for call in kernel.split(replace(work, q=range(len(numbers)))):
+                (x,), (y, z) = select_inputs(call, None, queries, block)
+                merge_partial(totals, call, kernel.forward(x, y, z, call, scale), None, is_new=False)
             if isinstance(index, torch.Tensor):  # else these are views
-                out[:, heads, index], lse[:, heads, index] = total, total_lse
+                out[:, :, index], lse[:, :, index] = totals.tensors
     report.visits, report.unsent = sum(one.visits for one in walk.streams), walk.unsent
     truth = exact_rows(true.pattern, source, places, scale)
     for i in range(len(order)):
@@ -271,14 +271,6 @@ def get_route(plan: Plan) -> Route:
             "direct or double_ring, or mode='all'"
         )
     return route
-
-
-def split_calls(kernel: Kernel, calls: Calls) -> Iterator[tuple[Work, slice | torch.Tensor]]:
-    """Yield (kernel call, index of its rows in the sampled rows) for all works; a call numbers its own rows from 0."""
-    for (work, _), rows in calls.items():
-        for call in kernel.split(Work(work.heads, work.kv, range(len(rows)), work.k)) if rows else ():
-            index = _index_rows(tuple(rows[call.q.start : call.q.stop : call.q.step]))
-            yield Work(call.heads, call.kv, range(len(call.q)), call.k), index
 
 
 @lru_cache(maxsize=4096)
