@@ -63,12 +63,14 @@ class StreamedPlan(Plan):
 
 @dataclass(frozen=True)
 class HostTensors:
-    """A `Storage` of whole tensors in host memory; they may be mapped from a file."""
+    """A `Storage` of whole tensors in host memory; they may be mapped from a file. `scale` is the factor of dout."""
 
     tensors: dict[str, Tensor]
+    scale: float = 1.0
 
     def rows(self, name: str, r: range) -> Tensor:
-        return self.tensors[name][:, :, r.start : r.stop]
+        x = self.tensors[name][:, :, r.start : r.stop]
+        return x * self.scale if name == "dout" and self.scale != 1 else x
 
 
 @dataclass(frozen=True, kw_only=True)

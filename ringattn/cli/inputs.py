@@ -19,7 +19,7 @@ from ..nn import rotate
 from ..simulator.numerics.source import CHUNK, chunks, normal_rows
 from .config.groups import check_file
 from .config.schema import RunConfig
-from .tensor_files import StoredTensor, read_npz, read_safetensors
+from .tensor_files import map_safetensors, read_npz
 
 NAMES = ("q", "k", "v")
 #: The tensors read from a file; dout, the gradient of the output, is optional.
@@ -142,19 +142,11 @@ class FileSource:
     """q, k and v of a file, and dout if the file has it."""
 
     shape: InputShape
-    tensors: Mapping[str, StoredTensor | torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
 
     def rows(self, name: str, r: range) -> torch.Tensor:
         """A copy of rows `r` of q, k, v or dout: [batch, heads, len(r), dim]."""
-        return self.view(name, r).clone()
-
-    def view(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of q, k, v or dout, without a copy.
-
-        Rows of a safetensors file are memory-mapped: they are loaded when they are read.
-        """
-        x = self.tensors[name]
-        return x[:, :, r.start : r.stop : r.step] if isinstance(x, torch.Tensor) else x.rows(r)
+        return self.tensors[name][:, :, r.start : r.stop : r.step].clone()
 
 
 #: Any input that can be read by rows.
@@ -168,7 +160,7 @@ def _open_file(path: Path) -> FileSource:
         raise InvalidInput(
             f"input.path={path}: expected a .safetensors or .npz file with q, k and v; write it with numpy.savez"
         )
-    tensors = read_npz(path, FILE_NAMES) if path.suffix == ".npz" else read_safetensors(path, FILE_NAMES)
+    tensors = read_npz(path, FILE_NAMES) if path.suffix == ".npz" else map_safetensors(path, FILE_NAMES)
     for name in NAMES:
         if name not in tensors:
             names = ", ".join(sorted(tensors)) or "none of q, k, v and dout"

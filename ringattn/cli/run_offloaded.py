@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,22 @@ from ..errors import InvalidInput
 from ..files import replacing
 from ..kernels.base import wide
 from ..pattern import parse_pattern
-from ..runtime.host import Storage
 from ..text import plural
 from .config.groups import check_choice
 from .config.schema import RunConfig, parse_size
 from .inputs import NAMES, FileSource, InputSource, RandomSource, open_source
 from .run_job import RankMeasurements, Run, check_memory, check_outputs, save_output
-from .tensor_files import StoredTensor, create_safetensors
+from .tensor_files import create_safetensors
 
 #: The shape and dtype of each result, by name.
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True)
-class _FileStorage:
-    """Tensors in files: memory-mapped inputs and results."""
-
-    source: FileSource
-    results: dict[str, StoredTensor]
-    output_scale: float
-
-    def rows(self, name: str, r: range) -> torch.Tensor:
-        """Rows `r` of an input or a result; dout is multiplied by the pattern's output scale."""
-        if name in self.results:
-            return self.results[name].rows(r)
-        x = self.source.view(name, r)
-        return x * self.output_scale if name == "dout" and self.output_scale != 1 else x
 
 
 class OffloadedRun(Run):
     """A run in one process, whose device holds one chunk of the sequence at a time."""
 
     bytes_verb = "copied"
-    storage: Storage
+    storage: HostTensors
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -82,24 +65,21 @@ class OffloadedRun(Run):
         results: Shapes = {"out": ((*q.shape[:3], v.shape[3]), q.dtype), "lse": (tuple(q.shape[:3]), wide(q.dtype))}
         if config.backward:
             results |= {name: (tuple(x.shape), wide(q.dtype)) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-        if config.offload == "disk":
-            self._open_files(source, results)
-        else:
-            self._open_memory(source, results)
+        tensors = (self._open_files if config.offload == "disk" else self._open_memory)(source, results)
+        self.inputs = tuple(tensors[name] for name in NAMES)
+        self.storage = HostTensors(tensors, self.plan.pattern.output_scale)
 
-    def _open_memory(self, source: InputSource, results: Shapes) -> None:
+    def _open_memory(self, source: InputSource, results: Shapes) -> dict[str, torch.Tensor]:
         """Read the inputs into host memory and allocate the results there."""
         check_memory(self.plan, self.plan.tokens)
         sequence, shape = range(self.plan.tokens), source.shape
         tensors = {name: source.rows(name, sequence) for name in NAMES}
-        self.inputs = tuple(tensors[name] for name in NAMES)
         if self.config.backward:
             cotangent = RandomSource(replace(shape, kv_heads=shape.heads), self.config.input.seed + 1)
-            tensors["dout"] = cotangent.rows("v", sequence).mul_(self.plan.pattern.output_scale)
-        tensors |= {name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in results.items()}
-        self.storage = HostTensors(tensors)
+            tensors["dout"] = cotangent.rows("v", sequence)
+        return tensors | {name: torch.empty(size, dtype=dtype, device="cpu") for name, (size, dtype) in results.items()}
 
-    def _open_files(self, source: InputSource, results: Shapes) -> None:
+    def _open_files(self, source: InputSource, results: Shapes) -> dict[str, torch.Tensor]:
         """Map the inputs from their file and create the file for the results."""
         config = self.config
         if not isinstance(source, FileSource):
@@ -121,13 +101,11 @@ class OffloadedRun(Run):
                     f"{config.input.path}: dout must be {dtype} {shape} like out, but is {dout.dtype} {found}"
                 )
         temporary = self.stack.enter_context(replacing(Path(config.output.path)))
-        self.storage = _FileStorage(source, create_safetensors(temporary, results), self.plan.pattern.output_scale)
-        self.inputs = tuple(source.view(name, range(self.plan.tokens)) for name in NAMES)
+        return {**source.tensors, **create_safetensors(temporary, results)}
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.runner.compute(self.storage)
-        sequence = range(self.plan.tokens)
-        return self.storage.rows("out", sequence), self.storage.rows("lse", sequence)
+        return self.storage.tensors["out"], self.storage.tensors["lse"]
 
     def backward(self, out: torch.Tensor) -> object:
         self.runner.differentiate(self.storage)
@@ -136,9 +114,7 @@ class OffloadedRun(Run):
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:
         measured = super().measure()
         if self.plan.pattern.output_scale != 1:  # scale only now: the backward needs the unscaled output
-            for rank in range(self.ranks):
-                for rows in self.plan.layout.shard(rank):
-                    self.storage.rows("out", rows).mul_(self.plan.pattern.output_scale)
+            self.storage.tensors["out"].mul_(self.plan.pattern.output_scale)
         return measured
 
     def count_bytes(self, *, backward: bool) -> int:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read and written by rows, and in npz files, loaded as a whole."""
+"""Tensors in safetensors files, mapped into memory, and in npz files, loaded as a whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import struct
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -22,26 +21,18 @@ from ..errors import InvalidInput
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """An uncompressed tensor [B, heads, N, ...] in a file, starting at byte `offset`."""
-
-    path: Path
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    writable: bool = False
-
-    def rows(self, r: range) -> torch.Tensor:
-        """Rows `r` of dim 2, memory-mapped from the file; changes are written to the file if `writable`."""
-        numpy_dtype = {8: np.int64, 4: np.int32, 2: np.int16}[self.dtype.itemsize]
-        mode: Literal["r+", "c"] = "r+" if self.writable else "c"
-        mapped = np.memmap(self.path, dtype=numpy_dtype, mode=mode, offset=self.offset, shape=self.shape)
-        return torch.from_numpy(mapped[:, :, r.start : r.stop : r.step]).view(self.dtype)
+def _map_tensor(
+    path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype, mode: Literal["r+", "c"]
+) -> torch.Tensor:
+    """The tensor at byte `offset` of a file, memory-mapped: its numbers are loaded when they are read."""
+    if not prod(shape):  # nothing to map
+        return torch.empty(*shape, dtype=dtype, device="cpu")
+    numpy_dtype = {8: np.int64, 4: np.int32, 2: np.int16}[dtype.itemsize]
+    return torch.from_numpy(np.memmap(path, numpy_dtype, mode, offset, tuple(shape))).view(dtype)
 
 
-def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, StoredTensor]:
-    """Create a safetensors file of zeros with these shapes and dtypes; returns its writable tensors.
+def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Create a safetensors file of zeros with these shapes and dtypes; returns its tensors, mapped to be written.
 
     Format: https://github.com/huggingface/safetensors#format. Allocates the whole file, so that a full disk raises
     InvalidInput now instead of killing the process at a later write to mapped memory. On an error the file remains:
@@ -69,13 +60,12 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[Sequence[int], to
             "give another output.path="
         ) from None
     return {
-        name: StoredTensor(path, first + offsets[name], tuple(shape), dtype, writable=True)
-        for name, (shape, dtype) in tensors.items()
+        name: _map_tensor(path, first + offsets[name], shape, dtype, "r+") for name, (shape, dtype) in tensors.items()
     }
 
 
-def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTensor]:
-    """Read the tensors called `names` from a safetensors file; missing names are left out. Raises InvalidInput."""
+def map_safetensors(path: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Map the tensors called `names` of a safetensors file; missing names are left out. Raises InvalidInput."""
     try:
         with safe_open(path, "pt") as checked:  # checks the header and the file size
             stored_names = list(checked.keys())
@@ -92,7 +82,7 @@ def read_safetensors(path: Path, names: Collection[str]) -> dict[str, StoredTens
                 f"input.path={path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPES)}; convert it"
             )
         offset = 8 + header_bytes + header[name]["data_offsets"][0]
-        tensors[name] = StoredTensor(path, offset, tuple(header[name]["shape"]), DTYPES[dtype])
+        tensors[name] = _map_tensor(path, offset, header[name]["shape"], DTYPES[dtype], "c")
     return tensors
 
 
