@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from ..files import STDOUT, check_json, write_json
 from ..plan.plan import Plan
 from ..runtime.peak_memory import peak
 from ..simulator.numerics import MODES, numerics
-from ..simulator.numerics.faults import GRADIENT_FAULTS, Fault
 from ..simulator.numerics.result import NumericsReport
 from ..simulator.numerics.sampled import chosen_rows
 from ..simulator.progress import listening
@@ -33,8 +31,7 @@ MAX_RANKS = 1 << 24
 def main(config: SimulateConfig) -> dict[str, Any]:
     """Execute the plan, print a report, write it as JSON if a path is given, and return it.
 
-    Raises NumericsFailure if numbers are wrong, if a query-key pair was not computed exactly once, or if an injected
-    fault was not detected.
+    Raises NumericsFailure if numbers are wrong, or if a query-key pair was not computed exactly once.
     """
     refuse_windows("mode=numerics")
     options = config.numerics
@@ -56,7 +53,6 @@ def main(config: SimulateConfig) -> dict[str, Any]:
     if plan.forward_rotates == "q" and options.mode == "sample" and config.rotate.startswith("auto"):
         plan = plan_from_config(config, rotate="kv")  # sampled rows need pass-KV
     rows, ranks = _sample_rows(plan, config), _executed_ranks(plan, options)
-    fault = _make_fault(plan, options, rows, ranks)
     with show_progress(get_console()) as tell, listening(tell):
         report = numerics(
             plan,
@@ -67,24 +63,16 @@ def main(config: SimulateConfig) -> dict[str, Any]:
             together=options.together,
             period=options.period,
             seed=config.seed,
-            fault=fault,
             state=None if options.state is None else Path(options.state),
         )
     numbers = [*report.numbers(), Number("peak memory", size(peak()), "measured")]
-    if fault is not None:
-        text = f"{fault.kind} at rank {fault.rank}, block of {fault.owner}: {_describe_catch(report)}"
-        numbers.append(Number("fault", text, "measured"))
     if config.output.path != STDOUT:
         print_numbers(describe_plan(plan, "virtual rank"), numbers)
-    record = _record(report, numbers, fault)
+    record = _record(report, numbers)
     if config.output.path is not None:
         write_json(config.output.path, record)
-    if fault is None and not report.passed:
+    if not report.passed:
         raise NumericsFailure(f"the numerics of this plan are wrong: {_describe_catch(report)}; see the lines above")
-    if fault is not None and report.passed:
-        raise NumericsFailure(
-            f"the fault {fault} went unnoticed: neither the ledger of pairs nor the comparison with the oracle shows it"
-        )
     return record
 
 
@@ -119,35 +107,13 @@ def _executed_ranks(plan: Plan, options: NumericsGroup) -> range | None:
     return None if (options.first, stop) == (0, plan.ranks) else range(options.first, stop)
 
 
-def _make_fault(plan: Plan, options: NumericsGroup, rows: Sequence[int], ranks: range | None) -> Fault | None:
-    """The fault to inject, at an executed rank; None if no fault is configured. Raises InvalidInput."""
-    if options.fault is None:
-        return None
-    owner_of = plan.layout_of("q").owner
-    executed = sorted({owner_of(row) for row in rows} if rows else set(ranks or range(plan.ranks)))
-    rank = options.fault_rank
-    if rank is None and rows:
-        rank = owner_of(rows[-1])  # under a causal mask, the last row reads the most keys
-    elif rank is None:
-        rank = executed[len(executed) // 2]
-    if rank not in executed:
-        ranks_text = ", ".join(map(str, executed[:8]))
-        raise InvalidInput(
-            f"numerics.fault_rank={rank} is not executed, so its fault would have no effect; try {ranks_text}"
-        )
-    owner = options.fault_owner
-    if owner is None:
-        owner = rank if options.fault in GRADIENT_FAULTS else (rank - 1) % plan.ranks
-    return Fault(options.fault, rank, owner)
-
-
 def _describe_catch(report: NumericsReport) -> str:
     """Which checks noticed an error."""
     checks = [name for name, fine in (("the ledger", report.complete), ("the numbers", report.accurate)) if not fine]
     return f"caught by {' and '.join(checks)}" if checks else "not caught"
 
 
-def _record(report: NumericsReport, numbers: list[Number], fault: Fault | None) -> dict[str, Any]:
+def _record(report: NumericsReport, numbers: list[Number]) -> dict[str, Any]:
     """The report as plain data, with the kind of each printed number."""
     return {
         "plan": json.loads(report.plan.to_json()),
@@ -155,6 +121,5 @@ def _record(report: NumericsReport, numbers: list[Number], fault: Fault | None) 
         "peak_bytes": peak(),
         "complete": report.complete,
         "accurate": report.accurate,
-        "fault": None if fault is None else {**vars(fault), "caught": _describe_catch(report)},
         "words": {number.name: number.kind for number in numbers if number.kind},
     }

@@ -240,11 +240,6 @@ class NumericsGroup:
     ranks. mode="all" executes whole ranks: `count` of them (None: all) from rank `first` on, about `together` at a
     time. `state` is a file from which an interrupted execution continues; with None, every execution starts from the
     beginning.
-
-    `fault` names an error to inject, to see that it is detected. The error happens where rank `fault_rank` computes
-    with the block of rank `fault_owner`. By default, `fault_rank` is the rank of the last sampled row, or the middle
-    rank with mode="all", and `fault_owner` is the rank before it. The faults "lost" and "scaled" change gradients on
-    their way back; for these, both ranks default to the rank of the first sampled row.
     """
 
     mode: str
@@ -256,9 +251,6 @@ class NumericsGroup:
     together: int
     state: str | None
     period: int | None
-    fault: str | None
-    fault_rank: int | None
-    fault_owner: int | None
     threads: int
 
 

@@ -300,8 +300,6 @@ class SimulateConfig(TwoSides):
             refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto uses it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
         refuse(self, unread.get(self.numerics.mode, ""), f"with numerics.mode={self.numerics.mode}")
-        if self.numerics.fault is None:
-            refuse(self, "numerics.fault_rank numerics.fault_owner", "without numerics.fault")
 
     def _check_timing(self) -> None:
         refuse(self, "numerics", "with mode=timing")

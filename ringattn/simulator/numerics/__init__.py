@@ -9,7 +9,6 @@ from ...errors import InvalidInput
 from ...plan.plan import Plan
 from ...text import did_you_mean
 from .checkpoint import Checkpoint
-from .faults import Fault
 from .oracle import count_mask_errors
 from .result import MODES as MODES
 from .result import NumericsReport
@@ -29,7 +28,6 @@ def numerics(
     together: int = TOGETHER,
     period: int | None = PERIOD,
     seed: int = 0,
-    fault: Fault | None = None,
     state: Path | None = None,
 ) -> NumericsReport:
     """Execute a plan on virtual ranks with generated inputs, check the results, and return a report.
@@ -44,19 +42,18 @@ def numerics(
 
     K and V repeat with `period`, a prime; with None they do not repeat, and the oracle reads every key of a compared
     row. For one row, the pattern's tiles are also compared with its `visible`, which is written independently. `seed`
-    determines all inputs. `fault` deliberately breaks the computation with one block, to see that the checks notice.
-    Finished work is kept in the file `state`; an execution with the same arguments continues from it. Raises
-    InvalidInput or Unsupported before executing anything.
+    determines all inputs. Finished work is kept in the file `state`; an execution with the same arguments continues
+    from it. Raises InvalidInput or Unsupported before executing anything.
     """
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
     check_seed(seed)
     source = make_source(plan, seed=seed, period=period)
-    inputs = {"plan": plan.hash, "mode": mode, "seed": seed, "period": period, "fault": repr(fault)}
+    inputs = {"plan": plan.hash, "mode": mode, "seed": seed, "period": period}
     if mode == "all":
         inputs |= {"ranks": None if ranks is None else [*ranks], "backward": backward, "together": together}
         kept = Checkpoint(state, inputs)
-        report = whole(plan, source, ranks=ranks, grads=backward, together=together, fault=fault, checkpoint=kept)
+        report = whole(plan, source, ranks=ranks, grads=backward, together=together, checkpoint=kept)
         layout = plan.layout_of("q")
         places = layout.positions(max(ranks or range(plan.ranks), key=layout.rows)).tolist()  # the longest shard
     elif ranks is not None:
@@ -68,7 +65,7 @@ def numerics(
     else:
         places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
         kept = Checkpoint(state, inputs | {"rows": places})
-        report = sample(plan, source, rows=places, fault=fault, checkpoint=kept)
+        report = sample(plan, source, rows=places, checkpoint=kept)
     if not places:
         return report
     # Check a row in the middle: at the ends of the sequence, a mask that is off by one may still be right.

@@ -42,17 +42,10 @@ class BatchedRanks:
     @cached_property
     def plan(self) -> Plan:
         """The plan with one batch element for each rank; reuses what is cached about the keys that ranks need."""
-        plan = replace(self.whole, batch=len(self.ranks), rotate=settled(self.whole))
+        rotate = f"{self.whole.forward_rotates}, {self.whole.rotates}"  # "auto" might choose otherwise in the copy
+        plan = replace(self.whole, batch=len(self.ranks), rotate=rotate)
         plan.demand.share_answers(self.whole.demand)
         return plan
-
-
-def settled(plan: Plan) -> str:
-    """The value of `rotate` that makes a changed copy of this plan send the same kind of blocks in each pass.
-
-    "auto" might choose otherwise in the copy.
-    """
-    return f"{plan.forward_rotates}, {plan.rotates}"
 
 
 def shape(plan: Plan, rank: int, *, backward: bool) -> object:
@@ -134,8 +127,6 @@ class _BatchMessage:
 _BatchTicket = tuple[str, list[_BatchMessage]]
 
 
-#: Changes an arrived part in place: called with (rank, part, tensors [heads, rows, width] of the part).
-Tamper = Callable[[int, Part, Sequence[torch.Tensor]], None]
 #: Returns K and V of a part, for messages from ranks that are not executed.
 Answer = Callable[[Part], tuple[torch.Tensor, ...]]
 
@@ -147,10 +138,8 @@ class Lockstep:
     which works for keys and values only. Messages to such ranks are counted, then dropped.
     """
 
-    def __init__(
-        self, members: Sequence[BatchedRanks], answer: Answer, *, backward: bool = False, tamper: Tamper | None = None
-    ) -> None:
-        self.members, self.answer, self.backward, self.tamper = members, answer, backward, tamper
+    def __init__(self, members: Sequence[BatchedRanks], answer: Answer, *, backward: bool = False) -> None:
+        self.members, self.answer, self.backward = members, answer, backward
         self.size = members[0].whole.ranks
         self.answered = self.sent_bytes = self.sent_messages = 0
         self._home: dict[int, tuple[int, int]] = {
@@ -215,10 +204,6 @@ class Lockstep:
                 target[mine] = x[theirs]
             send.left.discard(recv.batch)
         recv.left.clear()
-        if self.tamper is not None:
-            for i, rank in enumerate(batched.ranks):
-                for part, tensors in _parts(batched, recv, i):
-                    self.tamper(rank, part, tensors)
         return True
 
     def _answer(self, batched: BatchedRanks, recv: _BatchMessage, index: np.ndarray) -> None:

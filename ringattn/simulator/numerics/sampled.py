@@ -32,7 +32,6 @@ from ...plan.steps import Part
 from ...plan.work import Work
 from ..progress import track
 from .checkpoint import NOT_KEPT, Checkpoint
-from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect
 from .oracle import exact_rows
 from .result import NumericsReport
@@ -74,8 +73,7 @@ def chosen_rows(plan: Plan, number: int, ranks: int | None = None, seed: int = 0
     return sorted(rows)
 
 
-def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | None = None,
-           checkpoint: Checkpoint = NOT_KEPT) -> NumericsReport:  # fmt: skip
+def sample(plan: Plan, source: RowSource, *, rows: list[int], checkpoint: Checkpoint = NOT_KEPT) -> NumericsReport:
     """Execute all messages of the ranks that hold the query positions `rows`, check these rows, and return a report.
 
     The rows are compared with an exact computation, and the computed pairs with those of the pattern. Memory grows by
@@ -89,23 +87,20 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
     if not rows or any(not any(row in run for run in domain) for row in rows) or len(set(rows)) != len(rows):
         positions = ", ".join(f"{run[0]} .. {run[-1]}" for run in domain[:8])
         raise InvalidInput(f"rows must be one or more distinct query positions in {positions}; got {rows[:8]}")
-    if fault is not None:
-        fault.check(plan, backward=False)
     begun = time.perf_counter()
-    true, plan = plan, plan if fault is None else with_fault(plan, fault)
     order, homes = _homes(plan, rows)
-    report = NumericsReport(true, "sample", ranks=len(homes), tolerance=TOLERANCE, rows=len(order))
+    report = NumericsReport(plan, "sample", ranks=len(homes), tolerance=TOLERANCE, rows=len(order))
     ledger, wanted = (PairLedger(np.array(order), plan.heads) for _ in range(2))
     for rank, local in homes:
-        mine = [range(p, p + 1) for p in true.layout_of("q").positions(rank)[list(local)].tolist()]
-        report.visits_expected += len(expect(true.pattern, true.layout, mine, true.heads, wanted))
+        mine = [range(p, p + 1) for p in plan.layout_of("q").positions(rank)[list(local)].tolist()]
+        report.visits_expected += len(expect(plan.pattern, plan.layout, mine, plan.heads, wanted))
     places = [range(row, row + 1) for row in order]
     q = torch.cat([source.rows("q", place) for place in places], 2)
     kernel = AuditingKernel(get_kernel("auto", q, q, q), source, plan.layout, ledger)
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")
-    walk, finished, before = Walk(plan, source, homes, fault), 0, 0.0
+    walk, finished, before = Walk(plan, source, homes), 0, 0.0
     if checkpoint.state:
         kept = checkpoint.state
         finished, before = kept["deliveries"], kept["seconds"]
@@ -125,7 +120,7 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], fault: Fault | Non
             if isinstance(index, torch.Tensor):  # else these are views
                 out[:, :, index], lse[:, :, index] = totals.tensors
     report.visits, report.unsent = sum(one.visits for one in walk.streams), walk.unsent
-    truth = exact_rows(true.pattern, source, places, scale)
+    truth = exact_rows(plan.pattern, source, places, scale)
     for i in range(len(order)):
         report.compare(out[0, :, i] * factor, lse[0, :, i], truth.out[:, i], truth.lse[:, i])
     report.add_ledger(ledger, wanted)
@@ -176,10 +171,8 @@ class Walk:
     `homes` are (rank, local indices of its sampled rows), ascending.
     """
 
-    def __init__(
-        self, plan: Plan, source: RowSource, homes: Sequence[tuple[int, tuple[int, ...]]], fault: Fault | None
-    ) -> None:
-        self.plan, self.source, self.fault, self.route = plan, source, fault, get_route(plan)
+    def __init__(self, plan: Plan, source: RowSource, homes: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        self.plan, self.source, self.route = plan, source, get_route(plan)
         self.streams: list[SampledArc] = []
         #: Blocks that a sampled rank expects but no rank sends.
         self.unsent = 0
@@ -208,19 +201,17 @@ class Walk:
                 at = min((x for _, x, _ in waiting), key=lambda owner: min((at - owner) % size, (owner - at) % size))
                 continue
             next(owners)
-            groups: dict[tuple[tuple[int, int], RowSets], list[SampledArc]] = {}
+            groups: dict[RowSets, list[SampledArc]] = {}
             for one, row_sets in here:
-                came = (at, at) if self.fault is None else self.fault.delivered(one.rank, at, size)
-                groups.setdefault((came, row_sets), []).append(one)
-            for (came, row_sets), group in groups.items():
+                groups.setdefault(row_sets, []).append(one)
+            for row_sets, group in groups.items():
                 seen: set[int] = set()
                 for row_set in row_sets:
                     calls = self._find_calls(at, row_set, group, seen)
                     if calls and finished:
                         finished -= 1
                     elif calls:
-                        blocks = {o: self.source.block(self.plan, Part("kv", o, row_set)) for o in {*came}}
-                        yield RowViews(blocks[came[0]][0], blocks[came[1]][1]), calls
+                        yield RowViews(*self.source.block(self.plan, Part("kv", at, row_set))), calls
                 for one in group:
                     one.visits += one.rank in seen
             for one, _ in reversed(here):  # farthest first: its cached answers help the nearer ones

@@ -26,7 +26,6 @@ from ...runtime.passes import backward, forward
 from ...runtime.ring import ForwardResult, Job
 from ..progress import track
 from .checkpoint import NOT_KEPT, Checkpoint
-from .faults import Fault, with_fault
 from .ledger import AuditingKernel, PairLedger, expect, expected_counts
 from .lockstep import BatchedRanks, Lockstep, batch_ranks, connected
 from .oracle import ExactQueries, exact_keys, exact_rows
@@ -76,9 +75,8 @@ def make_groups(plan: Plan, ranks: Sequence[int], *, backward: bool, together: i
 
 
 def execute(
-    group: RankGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool,
-    fault: Fault | None = None,
-) -> tuple[list[Outcome], list[Lockstep]]:  # fmt: skip
+    group: RankGroup, source: RowSource, kernel: Callable[[], Kernel], scale: float, *, grads: bool
+) -> tuple[list[Outcome], list[Lockstep]]:
     """Run the forward and, with `grads`, the backward of a group of ranks.
 
     Returns (outcome of each batch, the `Lockstep` of each pass). d loss / d out comes from `source`.
@@ -88,13 +86,12 @@ def execute(
     sides: tuple[tuple[Name, Layout], ...] = ("q", q_layout), ("k", plan.layout), ("v", plan.layout)
     inputs = [[source.stacked(name, layout, c.ranks) for name, layout in sides] for c in group]
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group]
-    harm = None if fault is None else partial(fault.harm, source, plan)
-    passes = [ring := Lockstep(group, answer, tamper=harm)]
+    passes = [ring := Lockstep(group, answer)]
     results: list[ForwardResult] = ring.run([forward(j, *x, save=grads) for j, x in zip(jobs, inputs, strict=True)])
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
-        passes.append(back := Lockstep(group, answer, backward=True, tamper=harm))
+        passes.append(back := Lockstep(group, answer, backward=True))
         cotangents = [source.stacked("grad", q_layout, c.ranks) * factor for c in group]
         each = zip(jobs, cotangents, inputs, results, strict=True)
         given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
@@ -252,7 +249,6 @@ def whole(
     ranks: Sequence[int] | None = None,
     grads: bool = False,
     together: int = TOGETHER,
-    fault: Fault | None = None,
     checkpoint: Checkpoint = NOT_KEPT,
 ) -> NumericsReport:
     """Execute all rows of `ranks` (default: all ranks), check them, and return a report.
@@ -262,19 +258,16 @@ def whole(
     all rows products that must be equal, such as v^T dv and out^T dO. `checkpoint` keeps, for each finished group, its
     ranks, its number of pairs and a hash of its ledger. Raises InvalidInput or Unsupported.
     """
-    if fault is not None:
-        fault.check(plan, backward=grads)
     if together < 1:
         raise InvalidInput(f"together={together} must be a number of ranks >= 1")
     begun = time.perf_counter()
-    true, plan = plan, plan if fault is None else with_fault(plan, fault)
     mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
     scale = plan.head_dim**-0.5
     one = source.rows("q", range(1))
     plain = get_kernel("auto", one, one, one)
     # In fp32: the rounding of a sum over all keys.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
-    report = NumericsReport(true, "all", ranks=len(mine), tolerance=tolerance)
+    report = NumericsReport(plan, "all", ranks=len(mine), tolerance=tolerance)
     done, before, finished = _Compared(report, source, scale), 0.0, list[dict[str, Any]]()
     if checkpoint.state:
         report.restore(checkpoint.state["report"])
@@ -292,7 +285,7 @@ def whole(
         def audited(ledger: PairLedger = ledger) -> Kernel:
             return AuditingKernel(plain, source, plan.layout, ledger, plan.forward_rotates == "q")
 
-        outcomes, passes = execute(group, source, audited, scale, grads=grads, fault=fault)
+        outcomes, passes = execute(group, source, audited, scale, grads=grads)
         report.answered += passes[0].answered
         report.sent_bytes += sum(each.sent_bytes for each in passes)
         report.sent_messages += sum(each.sent_messages for each in passes)
@@ -304,5 +297,5 @@ def whole(
         if checkpoint.due:
             checkpoint.write({"report": report.counts(), "finished": finished})
     checkpoint.write({"report": report.counts(), "finished": finished})
-    assert ranks is not None or fault is not None or report.pairs_expected == plan.pairs(), "each pair is expected once"
+    assert ranks is not None or report.pairs_expected == plan.pairs(), "each pair is expected once"
     return report

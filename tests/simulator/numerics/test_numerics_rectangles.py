@@ -9,13 +9,13 @@ from typing import Any
 import oracle
 import pytest
 from numerics_cases import PERIOD, make
+from planted import FAULT_KINDS, GRADIENT_FAULTS, Fault, numerics_with
 from rectangles import Rectangle, draw_rectangle
 
 import ringattn as ra
 from ringattn.errors import InvalidInput, Unsupported
 from ringattn.plan.plan import Plan
 from ringattn.simulator.numerics import numerics
-from ringattn.simulator.numerics.faults import FAULT_KINDS, GRADIENT_FAULTS, Fault
 from ringattn.simulator.numerics.source import make_source
 from ringattn.simulator.numerics.whole import execute, whole
 
@@ -131,12 +131,12 @@ def test_every_fault_is_caught_on_rectangles(pattern: ra.Pattern, q_layout: str,
         for backward in (True, False):
             if not backward and kind in GRADIENT_FAULTS and not by_queries:
                 continue
-            report = numerics(plan, mode="all", backward=backward, period=PERIOD, fault=where)
+            report = numerics_with(where, plan, mode="all", backward=backward)
             assert not report.accurate, (where, backward, report)
             # A forward's (out, lse) carry no count.
             assert not report.complete or (kind in GRADIENT_FAULTS and not backward), (where, backward, report)
         if kind not in GRADIENT_FAULTS and not by_queries:
-            report = numerics(plan, rows=rows, period=PERIOD, fault=where)
+            report = numerics_with(where, plan, rows=rows)
             assert not report.accurate and not report.complete, (where, report)
 
 

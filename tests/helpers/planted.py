@@ -1,26 +1,31 @@
-"""Fault injection: change one visit or one message; the oracles and the ledger must notice.
+"""Faults for the numerics simulator: change one visit or one message; the oracles and the ledger must notice.
 
 A fault affects the visit of one rank to the block of another. It changes what the plan computes (drop, duplicate,
-band) or what arrives (owner, swap, stale, hop, lost, scaled). The executor and the kernels know nothing about faults.
+band) or what arrives (owner, swap, stale, hop, lost, scaled). The package knows nothing about faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
+import pytest
 import torch
+from numerics_cases import PERIOD
 
-from ...errors import InvalidInput
-from ...plan.demand import KeyDemand
-from ...plan.plan import Plan
-from ...plan.row_sets import ALL_ROWS, AllRows, RowSet
-from ...plan.steps import SUMS, Part, RankPlan
-from ...plan.work import Work
-from ...text import did_you_mean
-from .lockstep import settled
-from .source import BLOCK_NAMES, RowSource
+from ringattn.kernels.views import RowViews
+from ringattn.plan.demand import KeyDemand
+from ringattn.plan.plan import Plan
+from ringattn.plan.row_sets import ALL_ROWS, AllRows, RowSet
+from ringattn.plan.steps import SUMS, Part, RankPlan
+from ringattn.plan.work import Work
+from ringattn.simulator.numerics import numerics
+from ringattn.simulator.numerics.lockstep import Lockstep, _parts
+from ringattn.simulator.numerics.result import NumericsReport
+from ringattn.simulator.numerics.sampled import Calls, Walk
+from ringattn.simulator.numerics.source import BLOCK_NAMES, RowSource, make_source
 
 #: What each kind of fault does.
 FAULT_KINDS = {
@@ -49,27 +54,6 @@ class Fault:
     kind: str
     rank: int
     owner: int
-
-    def check(self, plan: Plan, *, backward: bool) -> None:
-        """Raise InvalidInput if the plan has no such computation or message, so that the fault would change nothing."""
-        if self.kind not in FAULT_KINDS:
-            hint = did_you_mean(self.kind, FAULT_KINDS)
-            raise InvalidInput(f"fault {self.kind!r}: {hint}expected {', '.join(FAULT_KINDS)}")
-        if plan.ranks == 1:
-            raise InvalidInput(f"fault {self.kind!r} changes data from another rank; try ranks=2 or more")
-        for number in (self.rank, self.owner):
-            if not 0 <= number < plan.ranks:
-                raise InvalidInput(f"fault at rank {number}: the plan has ranks 0 .. {plan.ranks - 1}")
-        if self.kind in GRADIENT_FAULTS:
-            if not backward and plan.forward_rotates == "kv":
-                raise InvalidInput(f"fault {self.kind!r} changes gradients and needs a backward; try backward=True")
-            return
-        if self.rank == self.owner or not plan.demand.visits(*self.sides(plan)):
-            raise InvalidInput(f"rank {self.rank} visits no block received from rank {self.owner}; try another owner")
-        near = (self.rank, self.owner, *(self._neighbour(sign, plan.ranks) for sign in (+1, -1)))
-        layout = plan.layout_of("kv" if plan.forward_rotates == "kv" else "query")
-        if self.kind in _REPLACED and len({layout.rows(owner) for owner in near}) > 1:
-            raise InvalidInput(f"fault {self.kind!r} replaces a block by another: it needs shards of equal length")
 
     def sides(self, plan: Plan) -> tuple[int, int]:
         """(rank that owns the queries, rank that owns the keys) in the computation with the fault."""
@@ -150,4 +134,48 @@ def with_fault(plan: Plan, fault: Fault) -> Plan:
     if fault.kind not in _PLANNED:
         return plan
     inputs = {entry.name: getattr(plan, entry.name) for entry in fields(Plan)}
-    return FaultyPlan(**{**inputs, "rotate": settled(plan)}, base=plan, fault=fault)
+    settled = f"{plan.forward_rotates}, {plan.rotates}"  # "auto" might choose otherwise
+    return FaultyPlan(**{**inputs, "rotate": settled}, base=plan, fault=fault)
+
+
+def numerics_with(fault: Fault, plan: Plan, **options: Any) -> NumericsReport:
+    """The report of `numerics` on a plan whose execution has the fault."""
+    source, arrive, visits, block = (
+        make_source(plan, seed=0, period=PERIOD),
+        Lockstep._arrive,
+        Walk.visits,
+        RowSource.block,
+    )
+    asked: list[Part] = []
+
+    def arrive_harmed(self: Lockstep, recv: Any) -> bool:
+        arrived = arrive(self, recv)
+        batched = self.members[recv.batch]
+        for i, rank in enumerate(batched.ranks) if arrived else ():
+            for part, tensors in _parts(batched, recv, i):
+                fault.harm(source, plan, rank, part, tensors)
+        return arrived
+
+    def block_noted(self: RowSource, whole: Plan, part: Part) -> tuple[torch.Tensor, ...]:
+        asked.append(part)
+        return block(self, whole, part)
+
+    def visits_harmed(self: Walk, finished: int = 0) -> Iterator[tuple[RowViews, Calls]]:
+        """The visits of the faulty rank get another block than those of the other ranks."""
+        hurt = {one.first + i for one in self.streams if one.rank == fault.rank for i in range(len(one.local))}
+        for views, calls in visits(self, finished):
+            part = asked[-1]
+            homes = fault.delivered(fault.rank, part.owner, plan.ranks)
+            if homes == (part.owner, part.owner):
+                yield views, calls
+                continue
+            k, v = (block(source, plan, part._replace(owner=home))[i] for i, home in enumerate(homes))
+            for block_views, mine in ((views, False), (RowViews(k, v), True)):
+                some = {key: [row for row in rows if (row in hurt) is mine] for key, rows in calls.items()}
+                yield block_views, {key: rows for key, rows in some.items() if rows}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lockstep, "_arrive", arrive_harmed)
+        patch.setattr(Walk, "visits", visits_harmed)
+        patch.setattr(RowSource, "block", block_noted)
+        return numerics(with_fault(plan, fault), period=PERIOD, **options)
