@@ -229,7 +229,6 @@ class SimulateConfig(TwoSides):
     seed: int
     shard: Size | None
     trace: str | None
-    forecast: str | None
     model: ModelGroup
     phase: str
     chunk: Size | None
@@ -254,9 +253,7 @@ class SimulateConfig(TwoSides):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
-        models = (
-            "forecast phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
-        )
+        models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
         if self.shard is not None:

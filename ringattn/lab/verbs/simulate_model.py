@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +10,7 @@ from rich.console import Console
 from ...cli.config.groups import PHASES, check_choice, check_file
 from ...cli.config.schema import SimulateConfig, parse_size
 from ...cli.simulate import machine_record
-from ...errors import InvalidInput
-from ...files import STDOUT, check_json, check_writable, write_json
+from ...files import STDOUT, check_json, write_json
 from ...inference import MERGES, WINDOWS
 from ...machine.bands import MEMORY, describe_band, describe_steps
 from ...machine.presets import CURRENCY
@@ -26,7 +23,6 @@ from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
 from ..models.training import StepEstimate, training_step
-from ..published.forecasts import append_forecast
 
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
@@ -80,8 +76,6 @@ def main(config: SimulateConfig) -> None:
         ]
     if config.output.path is not None:
         write_json(config.output.path, _record(config, model, estimate))
-    if config.forecast is not None:
-        _append(config.forecast, estimate)
     if config.output.path != STDOUT:
         _print(config, model, estimate, numbers)
 
@@ -120,21 +114,6 @@ def describe_errors(config: SimulateConfig, estimate: ModelEstimate) -> list[str
     tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)
     band = describe_band(estimate.machine.preset, tokens) if config.phase == "prefill" else ""
     return [*([f"attention on {band}"] if band else []), f"a {config.phase} has no published measurement here"]
-
-
-def _append(path: str, estimate: ModelEstimate) -> None:
-    """Append the prediction, with the band of published steps, to a file of forecasts. Raises InvalidInput."""
-    if not isinstance(estimate, StepEstimate) or estimate.seconds_band is None:
-        raise InvalidInput(
-            f"forecast={path}: only a training step on a preset machine has the error band that a forecast states; "
-            "leave forecast out"
-        )
-    check_writable(Path(path))
-    settings = [
-        x for x in import_module("hydra.core.hydra_config").HydraConfig.get().overrides.task if x[:9] != "forecast="
-    ]
-    speeds = (estimate.tokens / estimate.gpus / seconds for seconds in reversed(estimate.seconds_band))
-    append_forecast(Path(path), settings, estimate.tokens_per_second, *speeds)
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:

@@ -25,7 +25,6 @@ from ..published.errors import (
     judge_choices,
     preset_bands,
 )
-from ..published.forecasts import score
 from ..published.predictions import LEFT_OUT, SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..published.steps import step_errors
 
@@ -75,22 +74,8 @@ def main(config: SimulateConfig) -> None:
             f"{kind} measured / modelled: {band.low:g} to {band.high:g} holds 90 % of {band.rows} steps, sources "
             f"counted alike; the band of all other sources holds {counts}"
         )
-    _print_forecasts(Path("benchmarks/forecasts.csv"))
     if config.output.path is not None:
         _write(Path(config.output.path), predictions, families, steps)
-
-
-def _print_forecasts(path: Path) -> None:
-    """Print how far outcomes are from what was forecast before they were read, if the file exists."""
-    if not path.exists():
-        return
-    forecasts, known = score(path)
-    for one, outcome in known:
-        band = f"{one.predicted:g} tokens/s of a GPU ({one.low:g} to {one.high:g})"
-        error = f"published {outcome.measured:g}, {one.predicted / outcome.measured - 1:+.1%} ({outcome.source})"
-        print_paragraph(f"forecast {one.number}, {one.settings}: {band}, {error}")
-    within = sum(one.low <= outcome.measured <= one.high for one, outcome in known)
-    print_paragraph(f"{len(forecasts)} forecasts, {len(known)} with an outcome, {within} of these within their bands")
 
 
 def _fitted_numbers() -> dict[str, list[str]]:
