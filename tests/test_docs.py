@@ -102,7 +102,7 @@ def test_commands_parse(page: Path) -> None:
             assert (ROOT / words[0]).is_file()
             words = ["ringattn", "run", *words[1:]] if words[0] == "scripts/run" else []
         if len(words) > 1 and words[0] == "ringattn" and not words[1].startswith(("-", "<")):
-            prepare(words[1].replace("bench", "report"), [word for word in words[2:] if "=" in word])
+            prepare(words[1], [word for word in words[2:] if "=" in word])
 
 
 #: Runs a program as an installation does that `build_editable` made: by the .pth file of its wheel.

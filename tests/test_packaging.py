@@ -177,7 +177,7 @@ def test_the_gpu_script_says_what_failed_and_goes_on(tmp_path: Path) -> None:
         assert ("  FAILED  kernels, status 3" in summary) == bool(status) and len(summary) == 9
         fine = sum("  ok " in line or "skipped compute" in line for line in summary)
         assert fine == 9 - status
-        assert "setup dev torch=\n" in done.stdout and "bench on cuda: bench suite=gpu repeat=7" in done.stdout
+        assert "setup dev torch=\n" in done.stdout and "bench on cuda: report suite=gpu repeat=7" in done.stdout
     named = re.findall(r"(tests/\S+\.py)", (ROOT / "scripts" / "gpu").read_text())
     assert named and all((ROOT / name).exists() for name in named)
 

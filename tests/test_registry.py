@@ -208,13 +208,13 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     """On the command line, where each rank finds the suite in a process of its own."""
     site = offered(tmp_path / "site", {"bench_suites": {"idle": "SUITE"}})
     path = os.pathsep.join([site, str(Path(__file__).resolve().parents[1])])
-    command = [sys.executable, "-m", "ringattn", "bench", "suite=idle", "repeat=2", "output.path=out"]
+    command = [sys.executable, "-m", "ringattn", "report", "suite=idle", "repeat=2", "output.path=out"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, timeout=120, check=True)
     (path,) = (tmp_path / "out").glob("idle_*.jsonl")
     _, record = map(json.loads, path.read_text().splitlines())
     assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
     assert "All is idle" in path.with_suffix(".html").read_text()
-    told = ringattn("bench", "--help", cwd=tmp_path, site=site)
+    told = ringattn("report", "--help", cwd=tmp_path, site=site)
     assert "suites: auto, " in told.stdout and ", idle, long" in told.stdout, told.stderr
 
 

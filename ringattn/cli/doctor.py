@@ -34,7 +34,7 @@ EXTRAS = {
     "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
     "diffusers": ("diffusion transformers", "pip install 'ringattn[diffusers]'"),
     "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
-    "ring_attention_pytorch": ("bench suite=peers", "pip install 'ringattn[peers]'"),
+    "ring_attention_pytorch": ("report suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),
 }
 #: Typical works of a decoder ring: 4,096 rows and keys, 8 heads, head_dim 128.

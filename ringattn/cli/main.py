@@ -42,8 +42,6 @@ from .signals import ending_at_once, ending_tidily
 VERBS: Registry[Callable[[Any], dict[str, Any] | None]] = Registry(
     "verbs", {verb: f"cli.{verb}:main" for verb in ("run", "plan", "simulate", "doctor")}
 )
-#: `bench` is the older name of `report`.
-NAMES = (*SCHEMAS, "bench")
 #: Errors, besides Hydra's own, that Hydra raises for unusable overrides of its own keys or of groups.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
@@ -120,15 +118,15 @@ def _usage() -> str:
 def _complete(words: list[str], request: str) -> None:
     """Install completion in a shell, or print the completions of the last word of the shell's COMP_LINE."""
     if not request.startswith("query="):
-        verb = next((word for word in words if word in NAMES), "run")
+        verb = next((word for word in words if word in SCHEMAS), "run")
         _run_hydra(verb, ["-sc", request], program="ringattn")  # the name of the command to complete
         return
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
-        print("\n".join(NAMES))  # noqa: T201
-    elif words[1] in NAMES:
-        verb = _full_name(words[1])
+        print("\n".join(SCHEMAS))  # noqa: T201
+    elif words[1] in SCHEMAS:
+        verb = words[1]
         os.environ["COMP_LINE"] = " ".join(["ringattn", *words[2:]]) + " " * line.endswith(" ")
         with redirect_stdout(io.StringIO()) as answer:
             _run_hydra(verb, ["-sc", request], program="ringattn")
@@ -138,18 +136,13 @@ def _complete(words: list[str], request: str) -> None:
         print(("\n" if request == "query=fish" else " ").join(offered))  # noqa: T201
 
 
-def _full_name(verb: str) -> str:
-    return "report" if verb == "bench" else verb
-
-
 def _run_verb(verb: str, given: Namespace) -> None:
     """Print the help of a verb, or run it, as one rank of the job if a launcher started this process."""
-    if verb not in NAMES:
+    if verb not in SCHEMAS:
         SCHEMAS.check_installed()
-        hint = did_you_mean(verb, NAMES)
-        raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(NAMES)}")
+        hint = did_you_mean(verb, SCHEMAS)
+        raise InvalidInput(f"unknown verb {verb!r}; {hint}expected one of {', '.join(SCHEMAS)}")
     folders = user_folders(given.config_dir, given.words[1:])
-    verb = _full_name(verb)
     if given.help:
         print(fit(verb_help(verb, given.words[1:], folders)))  # noqa: T201
         return

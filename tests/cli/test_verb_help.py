@@ -68,7 +68,7 @@ def test_the_examples_of_the_help_can_be_composed(example: str, inside: Inside, 
 
 
 def test_the_help_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
-    done = inside("bench", "--help")
+    done = inside("report", "--help")
     assert not done.stderr
     assert done.stdout.startswith("ringattn report NAME: ") and f"suites: {', '.join(sorted(SUITES))}" in " ".join(
         done.stdout.split()

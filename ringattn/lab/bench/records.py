@@ -62,7 +62,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, CaseRecord]]:
     if header is None or header.get("format") != FORMAT:
         raise InvalidInput(
             f"{path}: not results of a suite in the format {FORMAT!r}; measure them again with this version, or give a "
-            ".jsonl file of its ringattn bench"
+            ".jsonl file of its ringattn report"
         )
     return header, records
 

@@ -1,4 +1,4 @@
-"""ringattn report, and bench: measure a suite, render the report of stored results again, or compare two results."""
+"""ringattn report: measure a suite, render the report of stored results again, or compare two results."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class AuditConfig:
 
 @settings_of("report")
 class ReportConfig:
-    """The settings of `ringattn report` and `bench`; conf/report.yaml explains each."""
+    """The settings of `ringattn report`; conf/report.yaml explains each."""
 
     suite: str
     cases: list[str] | None

@@ -1,1 +1,1 @@
-"""The suites of `ringattn bench`: every module here is one suite, named after its file, with a BenchSuite `SUITE`."""
+"""The suites of `ringattn report`: every module here is one suite, named after its file, with a BenchSuite `SUITE`."""
