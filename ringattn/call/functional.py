@@ -306,7 +306,7 @@ def get_transport(
     if transport is not None:
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already gives the ranks; leave out group= and mesh=")
-        if not hasattr(transport, "announce"):  # transports of other packages need no common base
+        if not hasattr(transport, "size"):  # transports of other packages need no common base
             raise InvalidInput(f"transport={shown(transport)}: expected a Transport; try group=, or leave it out")
         return transport
     from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group

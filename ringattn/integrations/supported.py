@@ -134,8 +134,8 @@ def rotates_by_length(module: nn.Module) -> bool:
         lost = any(x.is_meta for x in module.buffers())
         rope: Any = type(module)(module.config) if lost else deepcopy(module).cpu()
         for kind in [{"layer_type": kind} for kind in kinds] if isinstance(kinds, dict) else [{}]:
-            asked = (torch.tensor([[0, 1]]), torch.tensor([[0, 1, 2**30]]))
-            near, far = (rope.forward(torch.zeros(1), position_ids=places, **kind)[0] for places in asked)
+            asked = (torch.tensor(places, device="cpu") for places in ([[0, 1]], [[0, 1, 2**30]]))
+            near, far = (rope.forward(torch.zeros(1, device="cpu"), position_ids=places, **kind)[0] for places in asked)
             if not torch.allclose(near, far[..., :2, :]):
                 return True
     return False

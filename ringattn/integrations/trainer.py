@@ -62,7 +62,7 @@ class Broadcast(IterableDataset[Any]):
         source = iter(self.stream) if dist.get_rank() == 0 else iter(())
         while True:
             with Exchange(get_transport(), "example of a stream") as exchange:
-                pack = lambda x: msgpack.Ext(0, save({"x": torch.as_tensor(x).contiguous()}))  # noqa: E731
+                pack = lambda x: msgpack.Ext(0, save({"x": torch.as_tensor(x, device="cpu").contiguous()}))  # noqa: E731
                 exchange.mine = msgpack.encode([*islice(source, 1)], enc_hook=pack)
             found = msgpack.decode(exchange.records[0], ext_hook=lambda _, data: load(bytes(data))["x"])
             if not found:
@@ -122,9 +122,12 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
         return recursively_apply(self.drop_copies, super().gather(tensor))
 
     def gather_object(self, items: list[Any]) -> list[Any]:
-        """accelerate's `gather_object`, but with each group's list once: that of its first rank."""
-        lists = operations.gather_object([items])[:: self.state.num_processes // self.num_processes]
-        return [x for items in lists for x in items]
+        """accelerate's `gather_object`, without pickles, and with each group's list once: that of its first rank.
+
+        Items are strings, numbers, lists and dicts of these.
+        """
+        lists = exchange_values(get_transport(), "objects", items, list)
+        return [x for of_group in lists[:: self.state.num_processes // self.num_processes] for x in of_group]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """`Accelerator.reduce`, but with each group's tensor once: that of its first rank."""
@@ -231,7 +234,7 @@ class RingMixin:
     def _count_groups(self) -> Iterator[None]:
         """A context where accelerate's functions, as the trainer's modules import them, count each group once."""
         with ExitStack() as stack:
-            for module in {sys.modules[kind.__module__] for kind in type(self).__mro__}:
+            for module in {sys.modules.get(kind.__module__) for kind in type(self).__mro__}:
                 for name in ("gather", "gather_object", "reduce"):
                     if (function := getattr(module, name, None)) is getattr(operations, name):
                         stack.callback(setattr, module, name, function)

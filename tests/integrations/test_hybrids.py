@@ -32,7 +32,7 @@ def test_what_does_not_compose_is_refused_on_all_ranks_by_name(run_ranks: Run) -
         "has layers of type linear_attention",
         "functions that ringattn does not know: lightning_rule",
         "24 runs of consecutive tokens",
-        "a padded prompt of 3 tokens is too short for 2 ranks",
+        "a padded prompt of length 3 is too short for 2 ranks",
         "Mamba's scan takes no earlier state",
         "recurrent states cannot be rolled back",
         "is recomputed by activation checkpointing without its document borders",

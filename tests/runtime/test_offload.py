@@ -309,7 +309,7 @@ def test_rows_that_are_written_are_in_the_file(tmp_path: Path) -> None:
         ({"offload": "host", "device": "cuda:99"}, InvalidInput, "there is no such CUDA device"),
         ({"offload": "host", "device": "cpu", "kernel": "aten_cuda"}, Unsupported, "needs tensors on a cuda device"),
         ({"chunk": 4}, InvalidInput, "chunk=4 needs offload='host'"),
-        ({"device": "cpu"}, InvalidInput, "device=cpu needs offload='host'"),
+        ({"device": "cpu"}, InvalidInput, "device='cpu' needs offload='host'"),
         (
             {"offload": "host", "device": "cpu", "key_padding_mask": torch.zeros(1, 9)},
             InvalidInput,
