@@ -108,7 +108,7 @@ class Listing:
             before = ""
             for word, name, rows, size in self._cells(step, messages):
                 number = "" if before else str(index)
-                yield f"{number:>3} {'' if word == before else word:<8} {name:<18} {rows:<44} {size}".rstrip()
+                yield f"{number:>3} {'' if word == before else word:<8} {name:<18} {rows:<42} {size}".rstrip()
                 before = word
 
     def _cells(self, step: dict[str, Any], messages: dict[int, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -116,11 +116,11 @@ class Listing:
         for message in step["post"]:
             way = "to" if message["do"] == "send" else "from"
             for at, part in enumerate(message["parts"], 1):
-                size = f"{message['bytes']:>18,} B" if at == len(message["parts"]) else ""
+                size = f"{message['bytes']:>16,} B" if at == len(message["parts"]) else ""
                 yield "post", f"{_name(part)} {way} {message['peer']}", self._name_rows(part), size
         for visit in step["compute"]:
             kept = ", kept" if visit.get("kept") else ""
-            yield "compute", _name(visit), self._name_rows(visit), f"{visit['pairs']:>18,} pairs{kept}"
+            yield "compute", _name(visit), self._name_rows(visit), f"{visit['pairs']:>16,} pairs{kept}"
         received = [messages[number] for number in step["wait"] if messages[number]["do"] == "receive"]
         if received:
             yield "wait", ", ".join(_name(part) for message in received for part in message["parts"]), "", ""

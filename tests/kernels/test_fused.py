@@ -16,8 +16,7 @@ import torch
 from oracle import error
 
 import ringattn as ra
-from ringattn import kernels
-from ringattn.kernels import merging
+from ringattn.kernels import merges, merging
 from ringattn.kernels.softmax import add_, merge_
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -50,8 +49,8 @@ for capability in map(int, sys.argv[1:]):
 def forget() -> None:
     """The next use of Triton looks anew whether Triton can run, and how."""
     sys.modules.pop("ringattn.kernels.fused", None)
-    kernels.missing.cache_clear()
-    kernels._by_triton.cache_clear()
+    merges.missing.cache_clear()
+    merges._by_triton.cache_clear()
 
 
 @pytest.fixture
@@ -175,16 +174,16 @@ def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     compilers, compiled = {"gcc"}, ModuleType("fused")
     vars(compiled).update(INTERPRETED=False)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernels, "_fused", lambda: compiled)
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: name if name in compilers else None)
-    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(merges, "find_spec", lambda name: name)
+    monkeypatch.setattr(merges, "_fused", lambda: compiled)
+    monkeypatch.setattr(merges.shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(merges.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def lacks() -> tuple[str | None, bool]:
         forget()
-        return kernels.missing(), kernels._by_triton("auto", torch.device("cuda", 0))
+        return merges.missing(), merges._by_triton("auto", torch.device("cuda", 0))
 
     (tmp_path / "Python.h").touch()
     assert lacks() == (None, True)

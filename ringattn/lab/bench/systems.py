@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from ... import compat
 from ...layout.regular import Layout
-from ...nn import AdaptiveAttention, MultiheadAttention, RingAttention
+from ...nn import AdaptiveAttention, MultiheadAttention, RingAttention, factories
 from ...pattern import Dilated
 from ...simulator.numerics.oracle import oracle_rows, places, sampled_rows
 from ...text import duration, plural
@@ -60,11 +59,11 @@ def _dilated(name: str) -> System:
     single = name.replace("Multihead", "")
 
     def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
-        ours = "distributed" if place and single in compat.ONE_DEVICE else single
+        ours = "distributed" if place and single in factories.ONE_DEVICE else single
         if single != name:
-            return compat.create_multihead_dilated_attention(ours, **SIZES, **_branches(settings), **place)
+            return factories.create_multihead_dilated_attention(ours, **SIZES, **_branches(settings), **place)
         ring_size = settings.get("ring_size")
-        return compat.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
+        return factories.create_dilated_attention(ours, **_branches(settings), ring_size=ring_size, **place)
 
     return System(make, BRANCHES, multihead=single != name)
 
@@ -73,7 +72,7 @@ def _block_sparse(variant: str, settings: dict[str, Any], **options: Any) -> Sys
     def make(settings: dict[str, Any], place: dict[str, Any]) -> Module:
         named = {name: settings[name] for name in ("pattern", "block", "density", "k") if name in settings}
         branches = _branches(settings) if "segment_lengths" in settings else {}
-        return compat.create_block_sparse_attention(variant, **options, **named, **branches, **place)
+        return factories.create_block_sparse_attention(variant, **options, **named, **branches, **place)
 
     return System(make, settings, multihead=variant == "multihead")
 
