@@ -126,7 +126,7 @@ class RingAccelerator(Accelerator):  # type: ignore[misc]
 
         Items are strings, numbers, lists and dicts of these.
         """
-        lists = exchange_values(get_transport(), "objects", items, list)
+        lists = exchange_values(get_transport() if dist.is_initialized() else None, "objects", items, list)
         return [x for of_group in lists[:: self.state.num_processes // self.num_processes] for x in of_group]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -28,7 +28,7 @@ CALIBRATION = (*SIZES[1:], "rows=[16,64]", "widths=[16]", "messages=[256,64k]", 
 VERBS = {
     "run": ("run", "ranks=2", *SIZES, "backward=true", "output.report=report.json"),
     "decode": ("run", "mode=decode", "ranks=2", "context=32", "new=2", *SIZES[1:]),
-    "audit": ("audit", "features=[causal]"),
+    "audit": ("audit",),
     "calibrate": ("calibrate", *CALIBRATION, "output.path=machine.yaml"),
 }
 
