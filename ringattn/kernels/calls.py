@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
 from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
 from .dropout import key_steps, row_streams
-from .memory import wide
+from .memory import wide_zeros
 from .pad import delta, times_unit, with_column, with_delta
 from .softmax import begin_sums
 from .sums import OutputAccumulator, merge_partial, plan_merges
@@ -106,7 +106,7 @@ class CallsPass(KernelPass):
 
     def new_grads(self) -> RowViews:
         stays = self.block if self.call.stays.kind == "kv" else (self.q,)
-        return RowViews(*(zeros_like(x, dtype=wide(x.dtype)) for x in stays))
+        return RowViews(*map(wide_zeros, stays))
 
     def finish_grads(self, grads: RowViews) -> Tensors:
         return grads.tensors

@@ -79,6 +79,11 @@ def align_rows(x: Tensor) -> Tensor:
     return empty(x.shape, x.dtype, x.device).copy_(x)
 
 
+def wide_zeros(x: Tensor) -> Tensor:
+    """Zeros to sum gradients of x: fp32, or fp64 for fp64."""
+    return torch.zeros_like(x, dtype=wide(x.dtype))
+
+
 class MergeSpace:
     """Temporary tensors for merges, reused as long as shapes and strides stay the same."""
 

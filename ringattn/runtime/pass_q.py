@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.contract import QueryRows
-from ..kernels.memory import align_rows
+from ..kernels.memory import align_rows, wide_zeros
 from ..kernels.pad import delta, delta_factor
 from ..kernels.sums import finish_sums, make_output_sums
 from ..transport.base import Program
 from . import ring
 from .program import NumberedVisit, RingRun
-from .ring import ForwardResult, Gradients, Job, wide_zeros
+from .ring import ForwardResult, Gradients, Job
 
 
 def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:

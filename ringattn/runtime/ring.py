@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..kernels.contract import CallData, KernelPass, QueryRows, VisitKernel
-from ..kernels.memory import align_rows, as_dtype, wide
+from ..kernels.memory import align_rows, as_dtype, wide_zeros
 from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..transport.base import Program
@@ -152,8 +151,3 @@ def backward(
     yield from turn(run, kernel, tensors, backward=True)
     (dq,) = kernel.finish_grads(stay)
     return job.cast((dq, *travel), inputs)
-
-
-def wide_zeros(x: Tensor) -> Tensor:
-    """Zeros to sum gradients of x: fp32, or fp64 for fp64."""
-    return torch.zeros_like(x, dtype=wide(x.dtype))
