@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import InvalidInput, Unsupported
 from ..registry import Registry
 from ..text import did_you_mean
-from .base import Kernel
+from .contract import VisitKernel
 from .merges import MERGES as MERGES
 from .merges import merging as merging
 from .merges import missing as missing
@@ -17,13 +17,15 @@ from .merges import missing as missing
 if TYPE_CHECKING:
     from .dropout import Dropout
 
-#: Kernels by name. An installed package adds a `Kernel` subclass through an entry point in group "ringattn.kernels".
-KERNELS: Registry[type[Kernel]] = Registry(
+#: Kernels by name. An installed package adds a `VisitKernel` subclass, such as one of `base.Kernel`, through an entry
+#: point in group "ringattn.kernels".
+KERNELS: Registry[type[VisitKernel]] = Registry(
     "kernels",
     {
         "reference": "kernels.reference:Reference",
         "aten_cpu": "kernels.aten_cpu:AtenCpu",
         "aten_cuda": "kernels.aten_cuda:AtenCuda",
+        "visit": "kernels.visit:VisitTriton",
         "flash_attn": "kernels.flash_attn:FlashAttn",
         "flash_attn_3": "kernels.flash_attn:FlashAttn3",
         "flash_attn_4": "kernels.flash_attn:FlashAttn4",
@@ -42,7 +44,7 @@ def get_kernel(
     deterministic: bool = False,
     softcap: float | None = None,
     dropout: Dropout | None = None,
-) -> Kernel:
+) -> VisitKernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
     "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" if there is a `softcap` or
@@ -59,7 +61,6 @@ def get_kernel(
         if feature not in KERNELS[base].features:
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
-    assert isinstance(kernel, Kernel)
     kernel.check(q, k, v)
     return kernel.derive(asked=(choice, deterministic), **asked)
 

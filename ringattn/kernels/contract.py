@@ -196,8 +196,8 @@ class VisitKernel(ABC):
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
         """(a table for each visit, the rows without a pair). Called once for all visits of a pass, without tensors.
 
-        `heads` are the query heads, and `rows` the rows that stay. The result is part of the program, which the plan
-        caches by rank, device and `key`.
+        `heads` and `rows` are those of what stays: queries or, if queries visit, keys. The result is part of the
+        program, which the plan caches by rank, device and `key`.
         """
         return [None] * len(visits), None
 

@@ -15,13 +15,14 @@ class Visit:
     """A block that meets the rows that stay on a rank; one call of a kernel computes it.
 
     Keys visit queries if `part` is of kind "kv", queries visit keys if it is of kind "q" or "query". `works` are the
-    pairs to compute, in rows of the part and of the rank. `first` says that the sums that travel with the block are
-    uninitialized: the visit writes all their rows, also those without a pair. `table` is what `VisitKernel.prepare`
-    made of the visit.
+    pairs to compute, in rows of the part and of the rank. `shape` is (heads, rows) of the part's tensors. `first` says
+    that the sums that travel with the block are uninitialized: the visit writes all their rows, also those without a
+    pair. `table` is what `VisitKernel.prepare` made of the visit.
     """
 
     part: Part
     works: Sequence[Work]
+    shape: tuple[int, int]
     first: bool = False
     table: Any = None
 

@@ -77,6 +77,10 @@ class Recorder:
         self._shapes += map(tuple, shapes)
         return tuple(range(first, first + len(shapes)))
 
+    def shape(self, number: int) -> tuple[int, ...]:
+        """The shape of the tensor with this number."""
+        return self._shapes[number]
+
     def number(self, view: View) -> int:
         """The number of a tensor in a buffer."""
         if view not in self._numbers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ..kernels.contract import KernelPass, VisitKernel
 from ..plan.plan import Plan
 from ..plan.steps import Kind, Part
 from ..plan.visit import Visit
+from ..plan.work import Work
 from ..transport.base import Compute, Program, Tags, Wait
 from .buffers import SUM_OF, RankState, Recorder
 from .tensors import Actions, Memory, NumberedPost, Numbers, PassTensors
@@ -163,13 +164,14 @@ def _resolve(
             for part in steps[index].visits:
                 works = demand.works(owner, part.owner, part.row_set)
                 if works or rotates == "kv":  # a rank also passes on queries that see none of its keys
-                    visits.append(_record_visit(state, Visit(part, works), label, backward=backward))
+                    visits.append(_record_visit(state, part, works, label, backward=backward))
             recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
-        rows = ring_plan.layout_of("q" if rotates == "kv" else "kv").rows(owner)
+        stays: Kind = "q" if rotates == "kv" else "kv"
+        heads, rows = ring_plan.part_heads(stays), ring_plan.layout_of(stays).rows(owner)
         found = [one.visit for step in recorded for one in step.visits]
-        tables, unseen = kernel.prepare(found, ring_plan.heads, rows, backward=backward)
+        tables, unseen = kernel.prepare(found, heads, rows, backward=backward)
     prepared = iter([replace(visit, table=table) for visit, table in zip(found, tables, strict=True)])
     return RankProgram(
         recorder.memory,
@@ -184,12 +186,13 @@ def _resolve(
     )
 
 
-def _record_visit(state: RankState, visit: Visit, label: str, *, backward: bool) -> NumberedVisit:
+def _record_visit(state: RankState, part: Part, works: Sequence[Work], label: str, *, backward: bool) -> NumberedVisit:
     """Record a visit. Sums that are new stay uninitialized: `Visit.first` tells the kernel to begin them."""
-    part = visit.part
     rows: Numbers = ()
     sums: Numbers = ()
     block = state.block(part)
+    _, heads, count, *_ = state.recorder.shape(block[0])
+    visit = Visit(part, works, (heads, count))
     if part.kind == "q":
         rows = state.block(Part("row", part.owner, part.row_set))
     if backward or visit.keys_stay:
