@@ -32,7 +32,8 @@ def take_numbers(options: object) -> None:
 
 def check_type(name: str, value: object, annotation: str) -> None:
     """Raise InvalidInput unless the value has one of the types in the annotation, such as "Sequence | int | None"."""
-    if not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy takes a type's hash for its values'
+    large = "float" in annotation and isinstance(value, int) and value.bit_length() > 1023  # float(value) may overflow
+    if large or not _has_type(type(value), annotation):  # type: ignore[arg-type]  # mypy: type's hash is its values'
         hint = f"; try {name}={name}.item()" if hasattr(value, "item") else ""
         raise InvalidInput(f"{name}={shown(value)}: expected {annotation}{hint}")
 

@@ -24,7 +24,9 @@ Q = torch.zeros(1, 2, 8, 4)
 CALL = {"q": Q, "k": Q, "v": Q, "pattern": ra.Causal()}
 PLAN = ra.make_plan(ra.Causal(), tokens=8, ranks=2)
 SEGMENTS = {"segment_lengths": [4], "dilation_rates": [1]}
-#: Arguments that each function accepts. Recurrent layers are not here: they report an error to all ranks.
+ROWS = torch.zeros(1, 8, 2)
+STATES = {"layout": "zigzag", "ranks": 2}
+#: Arguments that each function accepts.
 RIGHT: dict[str, dict[str, Any]] = {
     "BlockSparse": {"block": 4, "table": [[True]]},
     "Dilated": {"segments": (4,), "rates": (1,)},
@@ -35,14 +37,17 @@ RIGHT: dict[str, dict[str, Any]] = {
     "Sinks": {"n": 1},
     "Strided": {"step": 2},
     "Window": {"left": 2},
+    "affine_scan": {"a": ROWS, "b": ROWS, **STATES},
     "attention": CALL,
     "auto_batch_size": {"call": lambda batch: batch, "start": 2},
+    "causal_conv1d": {"x": ROWS.mT, "weight": ROWS[0, :2], **STATES},
     "create_block_sparse_attention": {"block": 4, **SEGMENTS},
     "create_dilated_attention": SEGMENTS,
     "create_multihead_block_sparse": {"embed_dim": 8, "num_heads": 2},
     "create_multihead_dilated_attention": {"embed_dim": 8, "num_heads": 2, **SEGMENTS},
     "dilated_blocks": {"block": 4, "offsets": (0, 1)},
     "from_block_mask": {"mask": None},
+    "gated_delta_rule": {**dict.fromkeys("qkv", Q.transpose(1, 2)), "g": ROWS, "beta": ROWS, **STATES},
     "get_block_sparse_preset": {"name": "local"},
     "get_machine": {"machine": "cpu"},
     "global_local": {"block": 4},
@@ -54,7 +59,9 @@ RIGHT: dict[str, dict[str, Any]] = {
     "mix": {},
     "parse_pattern": {"text": "Causal()"},
     "predict": {"plan": PLAN, "machine": ra.get_machine("cpu")},
+    "selective_scan": {**dict.fromkeys(("x", "dt", "B", "C"), ROWS), "A": ROWS[0, :2], **STATES},
     "simulate": {"plan": PLAN, "machine": "cpu"},
+    "ssd": {"x": Q.transpose(1, 2), "dt": ROWS, "A": ROWS[0, 0], **dict.fromkeys("BC", ROWS[:, :, None]), **STATES},
     "strided_blocks": {"block": 4, "stride": 2},
     "synchronize": {},
     "top_k": {"block": 4, "k": 1, "scores": [[1.0]]},
@@ -80,6 +87,34 @@ def test_an_argument_of_a_wrong_type_is_refused(name: str) -> None:
     calls = [lambda key=key, wrong=wrong: function(**{**right, key: wrong}) for key in named for wrong in WRONG]
     calls += [lambda wrong=wrong: function(wrong) for wrong in WRONG] if not named else []
     assert sum(map(refused, calls)) > len(calls) // 4
+
+
+@pytest.mark.parametrize("name", ["affine_scan", "causal_conv1d", "gated_delta_rule", "selective_scan", "ssd"])
+def test_recurrent_layers_take_dense_tensors_and_functions(name: str) -> None:
+    function, right = getattr(ra, name), RIGHT[name]
+    function(**right)
+    first, *others = [key for key, value in right.items() if isinstance(value, torch.Tensor)]
+    for key, wrong in ((first, right[first].to_sparse()), ("padding", torch.zeros(1, 8)), ("documents", Q)):
+        assert refused(lambda key=key, wrong=wrong: function(**{**right, key: wrong}))  # type: ignore[misc]
+    assert refused(lambda: function(**{**right, "padding": torch.zeros(1, 8, dtype=torch.int64)}))
+    assert all(refused(lambda key=key: function(**{**right, key: right[key].long()})) for key in others)  # type: ignore[misc]
+    if "function" in inspect.signature(function).parameters:
+        assert refused(lambda: function(**{**right, "function": Q}))
+
+
+def test_numbers_of_thousands_of_digits_are_refused() -> None:
+    huge, heads = 10**5000, {"embed_dim": 8, "num_heads": 2}
+    for number in (huge, -huge, 1 << 1100, 1 << 62):
+        for name in ("embed_dim", "num_heads", "kv_heads"):
+            given = {**heads, name: number}
+            for adaptive in (False, True):
+                more = {"adaptive": True, "k": 1} if adaptive else {}
+                assert refused(lambda given=given, more=more: ra.create_multihead_block_sparse(**given, **more))  # type: ignore[misc]
+    for number in (huge, -huge, 1 << 1100):
+        for name in ("scale", "softcap", "dropout"):
+            assert refused(lambda name=name, number=number: ra.attention(**{**CALL, name: number}))  # type: ignore[misc]
+        assert refused(lambda number=number: ra.gated_delta_rule(**{**RIGHT["gated_delta_rule"], "scale": number}))  # type: ignore[misc]
+    assert refused(lambda: ra.attention(**CALL, offload="host", chunk=-huge))
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:

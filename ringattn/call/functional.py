@@ -191,8 +191,7 @@ def virtual_attention(
     holds the queries, k and v the keys, each in ascending order of their positions. `key_padding_mask` is bool [B, N],
     True for padding. `sinks`, `options`, dtypes and errors are as in `ring_attention`.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
-        raise InvalidInput(f"ranks must be an integer >= 1, got {shown(ranks)}")
+    ranks = check_integer(ranks, "ranks", 1, "ranks=4")
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
@@ -306,7 +305,7 @@ def get_transport(
     if transport is not None:
         if group is not None or mesh is not None:
             raise InvalidInput("transport= already gives the ranks; leave out group= and mesh=")
-        if not hasattr(transport, "size"):  # transports of other packages need no common base
+        if not hasattr(transport, "rank"):  # transports of other packages need no common base
             raise InvalidInput(f"transport={shown(transport)}: expected a Transport; try group=, or leave it out")
         return transport
     from ..transport.torchdist import TorchDist, find_group  # virtual ranks have no process group

@@ -18,6 +18,7 @@ from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import wide
 from ..kernels.memory import empty
+from ..pattern.base import check_integer
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
 from ..plan.steps import Hop, RankPlan, Step
@@ -192,11 +193,8 @@ _plans = Cache(PLANS, lambda plan: int(plan.kept_bytes), grows=True)
 
 def check_chunk(chunk: object) -> None:
     """Raise InvalidInput unless `chunk` is None or a positive number of rows."""
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise InvalidInput(
-            f"chunk={chunk!r} must be an integer >= 1, the number of rows of q, k and v on the device at a time; "
-            "leave it out to choose it by the free memory"
-        )
+    if chunk is not None:
+        check_integer(chunk, "chunk", 1, "chunk=4096, a number of rows; without it, the free memory decides")
 
 
 def get_device(device: torch.device | str | None) -> torch.device:

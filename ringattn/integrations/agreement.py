@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together in evaluation and
 #: in training mode, how many of these are left padding, and how many tokens it runs alone.
 ROWS, TOKENS, TRAINED, PADDED, ALONE = "ringattn_rows", 32, 97, 3, 8
+#: What `check` does not compare.
+UNSEEN = ("training mode", "later calls", "padding", "labels and loss", "dropout", "gradient checkpointing", "generate")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -113,16 +115,7 @@ def check(model: PreTrainedModel, tokens: int = 64, *, seed: int = 0) -> Agreeme
             setattr(module, STATE, ring)
         model.set_attn_implementation(ours)
         model.train(training)
-    unseen = (
-        "training mode",
-        "later calls",
-        "padding",
-        "labels and loss",
-        "dropout",
-        "gradient checkpointing",
-        "generate",
-        *["the pooler"] * ring.pools,
-    )
+    unseen = UNSEEN + ("the pooler",) * ring.pools
     dtypes = {x.dtype for x in (right, *model.parameters()) if x.is_floating_point()}  # bf16 Mamba has fp32 logits
     bound = 256 * max(2**-23, *(torch.finfo(dtype).eps for dtype in dtypes))  # fp64 models have softmax in fp32
     result = Agreement(_difference([logits], [right.detach()]), _difference(gradients, expected), bound, tokens, unseen)

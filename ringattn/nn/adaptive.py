@@ -18,7 +18,7 @@ from ..kernels.base import wide
 from ..kernels.softmax import merge
 from ..pattern import BlockSparse, Causal, Full, local_window, top_k
 from ..transport.records import Exchange
-from .core import CoreKeywords, RingAttention, check_kv_heads
+from .core import CoreKeywords, RingAttention, check_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,12 +72,9 @@ class AdaptiveAttention(RingAttention):
     ) -> None:
         super().__init__(Full(), **options)
         kv_heads = num_heads if kv_heads is None else kv_heads
-        for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("block", block), ("rank", rank)):
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name}={value!r} must be an integer >= 1")
+        check_heads(num_heads, kv_heads, head_dim=head_dim, block=block, rank=rank)
         if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
             raise InvalidInput(f"noise={noise!r} must be a number >= 0; try noise=0 for no noise")
-        check_kv_heads(num_heads, kv_heads)
         top_k(block, k, np.zeros((1, 1)), density=density)  # checks k and density
         self.block, self.k, self.density, self.causal = block, k, density, causal
         self.rank, self.noise = rank, noise

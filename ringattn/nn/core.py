@@ -19,7 +19,8 @@ from ..call.planner import make_plan
 from ..errors import InvalidInput
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern import Causal, Dilated, Pattern, as_pattern
-from ..text import did_you_mean
+from ..pattern.base import check_integer
+from ..text import did_you_mean, shown
 from ..transport.records import ErrorReport
 from ..transport.torchdist import WeakGroup
 
@@ -53,10 +54,13 @@ def option_names(module: type[nn.Module]) -> set[str]:
     return names | {name for name, one in signature(module).parameters.items() if one.default is not one.empty}
 
 
-def check_kv_heads(num_heads: int, kv_heads: int) -> None:
-    """Raise InvalidInput unless `kv_heads` divides `num_heads`."""
-    if kv_heads < 1 or num_heads % kv_heads:
-        raise InvalidInput(f"num_heads must be a multiple of kv_heads >= 1, got {num_heads} and {kv_heads}")
+def check_heads(num_heads: int, kv_heads: int = 1, **sizes: int) -> None:
+    """Raise InvalidInput unless all are sizes that a parameter can have, and `kv_heads` divides `num_heads`."""
+    for name, value in {"num_heads": num_heads, "kv_heads": kv_heads, **sizes}.items():
+        if check_integer(value, name, 1, f"{name}=8") >= 1 << 31:
+            raise InvalidInput(f"{name}={shown(value)} is too large for a parameter; try {name}=8")
+    if num_heads % kv_heads:
+        raise InvalidInput(f"num_heads must be a multiple of kv_heads, got {num_heads} and {kv_heads}")
 
 
 class _Place:

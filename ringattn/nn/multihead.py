@@ -17,9 +17,9 @@ from ..call.arguments import check_option_names
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
 from ..pattern import Pattern
-from ..text import did_you_mean, shown
+from ..text import did_you_mean
 from .adaptive import AdaptiveAttention
-from .core import DilatedAttention, RingAttention, check_kv_heads, option_names
+from .core import DilatedAttention, RingAttention, check_heads, option_names
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -88,7 +88,9 @@ class MultiheadAttention(nn.Module):
         for name, value, kind in (("add_bias_kv", add_bias_kv, "learned"), ("add_zero_attn", add_zero_attn, "zero")):
             if value:
                 raise Unsupported(f"{name}: a {kind} key has no position in patterns or layouts; leave out {name}")
-        _check_heads(embed_dim, num_heads, kv_heads)
+        check_heads(num_heads, kv_heads, embed_dim=embed_dim)
+        if embed_dim % num_heads:
+            raise InvalidInput(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if not isinstance(core, RingAttention):
             raise InvalidInput(f"core must be a ringattn.nn.RingAttention, got {type(core).__name__}")
         if dropout and dropout != core.options.dropout:
@@ -294,7 +296,8 @@ class MultiheadAdaptiveAttention(MultiheadAttention):
 
     def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
         projection, core = _split_options(options, AdaptiveAttention)
-        scorer = AdaptiveAttention(num_heads, embed_dim // max(num_heads, 1), **core)
+        check_heads(num_heads, embed_dim=embed_dim)
+        scorer = AdaptiveAttention(num_heads, embed_dim // num_heads, **core)
         super().__init__(embed_dim, num_heads, core=scorer, **projection)
 
 
@@ -312,16 +315,6 @@ def _split_options(options: dict[str, Any], core: type[RingAttention]) -> tuple[
 def _empty(*shape: int, **factory: Any) -> nn.Parameter:
     """An uninitialized parameter."""
     return nn.Parameter(torch.empty(shape, **factory))
-
-
-def _check_heads(embed_dim: int, num_heads: int, kv_heads: int) -> None:
-    """Raise InvalidInput unless num_heads divides embed_dim and kv_heads divides num_heads."""
-    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kv_heads", kv_heads)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidInput(f"{name} must be an integer, got {shown(value)}")
-    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-        raise InvalidInput(f"embed_dim must be a multiple of num_heads, both >= 1, got {embed_dim} and {num_heads}")
-    check_kv_heads(num_heads, kv_heads)
 
 
 def check_rotary(head_dim: int, base: float) -> None:

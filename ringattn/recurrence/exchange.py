@@ -14,10 +14,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ..call.functional import find_ranks, run_programs
 from ..call.handshake import agree_backward, spell_layout
-from ..dtypes import dtype_name
+from ..dtypes import check_type, dtype_name
 from ..errors import InvalidInput, Mismatch, RingAttentionError
+from ..kernels.memory import is_dense, kind_of
 from ..layout.regular import Layout, check_layout, make_layout, name_rows
 from ..pattern.documents import Documents
+from ..text import shown
 from ..transport.base import TAG_BITS, Message, Post, Program, Tags, Transport, Wait
 from ..transport.records import ErrorReport, Exchange, compare, compare_records, digest
 from ..transport.virtual import VirtualRanks
@@ -41,6 +43,8 @@ class Where(TypedDict, total=False):
     ranks: int | None
 
 
+#: The types of arguments of layers that are no tensors.
+TYPES = {"scale": "float | None", "output_final_state": "bool"}
 #: What the ranks of this process have received, by (rank, source).
 Received = dict[tuple[int, int], Tensor]
 
@@ -70,12 +74,14 @@ class Ranks:
         `tensors` are given with the names of their dims, such as "B n H K"; n is the dim that is sharded. Raises
         InvalidInput, Unsupported or Mismatch on every rank.
         """
+        for name in TYPES.keys() & facts:
+            check_type(name, facts[name], TYPES[name])
         given, sizes = dict[str, Tensor](), dict[str, int]()
         for name, (x, dims) in tensors.items():
             if x is not None or name not in ("bias", "initial_state", "padding"):
                 given[name] = _measure(name, x, dims, sizes)
         if documents is not None and not isinstance(documents, Documents):
-            raise InvalidInput(f"documents={documents!r:.60}: give Documents, such as Documents([4, 5])")
+            raise InvalidInput(f"documents={shown(documents)}: give Documents, such as Documents([4, 5])")
         check_layout(layout, "layout")
         held = [sizes["n"]]
         if self.transport is not None and self.report is not None:
@@ -159,12 +165,14 @@ class Ranks:
 
 def _measure(name: str, x: object, dims: str, sizes: dict[str, int]) -> Tensor:
     """Add the sizes of x to `sizes`; returns x. Raises InvalidInput for another number of dims, size, or dtype."""
-    names = dims.split()
-    if not isinstance(x, Tensor) or x.ndim != len(names) or x.is_floating_point() == (name == "padding"):
-        kind = f"{dtype_name(x.dtype)} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise InvalidInput(
-            f"{name} must be a {'bool' if name == 'padding' else 'floating-point'} tensor [{dims}], got {kind}"
-        )
+    names, wanted = dims.split(), "bool" if name == "padding" else "floating-point"
+    if (
+        not is_dense(x)
+        or x.ndim != len(names)
+        or (x.dtype != torch.bool if name == "padding" else not x.is_floating_point())
+    ):
+        kind = f"{dtype_name(x.dtype)} {tuple(x.shape)}" if is_dense(x) else kind_of(x)
+        raise InvalidInput(f"{name} must be a {wanted} tensor [{dims}], got {kind}")
     for dim, size in zip(names, x.shape, strict=True):
         if sizes.setdefault(dim, size) != size:
             raise InvalidInput(

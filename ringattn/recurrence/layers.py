@@ -18,11 +18,13 @@ from torch import Tensor
 
 from ..call.arguments import computing
 from ..call.functional import one_thread
+from ..dtypes import check_type
 from ..errors import InvalidInput
 from ..kernels.base import wide
 from ..layout.regular import Layout
 from ..machine.presets import get_machine
 from ..pattern.documents import Documents
+from ..text import shown
 from . import functions
 from .exchange import Close, Open, Ranks, Where
 from .runs import Piece, RunPlan, cut_ends, cut_pieces, list_runs, plan_rows, plan_states
@@ -288,7 +290,7 @@ def ssd(
     The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, H, P], state [B, H, P, N]).
     """
     dims = {"x": "B n H P", "dt": "B n H", "B": "B n G N", "C": "B n G N"}
-    compute = function or functions.find("ssd", x)
+    compute = functions.find("ssd", x) if function is None else function
     return _mamba(
         _joined(**where), (x, dt, B, C), A, dims, ("H", "H P N", ("H", "", ""), "H P"), compute,
         lambda dt, A: (dt * A)[..., None, None], layout, documents, padding, initial_state, output_final_state,
@@ -315,7 +317,7 @@ def selective_scan(
     The other arguments, the errors and results are those of `gated_delta_rule`: (y [B, n, D], state [B, D, N]).
     """
     dims = {"x": "B n D", "dt": "B n D", "B": "B n N", "C": "B n N"}
-    compute = function or functions.selective_scan
+    compute = functions.selective_scan if function is None else function
     return _mamba(
         _joined(**where), (x, dt, B, C), A, dims, ("D N", "D N", ("D", "N"), "D"), compute,
         lambda dt, A: dt[..., None] * A, layout, documents, padding, initial_state, output_final_state, function,
@@ -374,6 +376,7 @@ def affine_scan(
     The other arguments and the errors are those of `gated_delta_rule`. Returns (states [B, n, ...], the last state
     [B, ...] or None).
     """
+    check_type("matrix", matrix, "bool")
     inner = [f"d{dim}" for dim in range(getattr(b, "ndim", 2) - 2)]
     fits = [*inner[:-1], *inner[-2:-1]] if matrix else [f"a{dim}" for dim in range(getattr(b, "ndim", 2) - 2)]
     ranks = _joined(**where)
@@ -432,7 +435,7 @@ def causal_conv1d(
             "them"
         )
     if activation not in (None, "silu", "swish"):
-        raise InvalidInput(f"activation={activation!r}: expected None, 'silu' or 'swish'")
+        raise InvalidInput(f"activation={shown(activation)}: expected None, 'silu' or 'swish'")
     x = x if padding is None else x.masked_fill(padding[:, None], 0)
     layout, width, batch, channels = ranks.layout, size["K"] - 1, size["B"], size["C"]
     token, x, weight, bias, initial_state = Open.apply(ranks, x, weight, bias, initial_state)
@@ -508,4 +511,7 @@ def _rest(initial_state: Tensor | None, state: str, padding: Tensor | None) -> d
 
 
 def _name(function: Compute | None) -> str | None:
-    return function and f"{function.__module__}.{function.__qualname__}"
+    if function is not None and (not callable(function) or isinstance(function, type)):
+        raise InvalidInput(f"function={shown(function)}: give a function, or leave it out")
+    named: Any = function if hasattr(function, "__qualname__") else type(function)  # a partial has no name
+    return function and f"{named.__module__}.{named.__qualname__}"

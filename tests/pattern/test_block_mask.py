@@ -71,6 +71,8 @@ def windowed(rule, left: int, right: int):  # type: ignore[no-untyped-def]
         (windowed(borders(9, 40), 12, 0), Causal() & Window(12) & Documents([9, 31, 24])),
         (windowed(borders(), 20, 20), Window(20, 20)),
         (windowed(borders(30), 7, 2), Window(7, 2) & Documents([30, 34])),
+        (windowed(borders(30), 64, 2), Window(33, 2) & Documents([30, 34])),
+        (windowed(borders(), 64, 3), Window(63, 3)),
         (borders(), Full()),
     ],
 )

@@ -388,6 +388,19 @@ def test_a_record_of_long_arguments_is_short_and_tells_them_apart() -> None:
     assert made[0] != made[1] and max(map(len, made)) < agreement.LIMIT
 
 
+def test_what_is_no_option_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other devices and releases, or of gradients on one rank only, have another record."""
+    x = torch.zeros(1, 1, 4, 8)
+    call = compiled.compile_call(x, x, x, Causal(), "contiguous", {})
+    others: list[dict[str, Any]] = [{}, {"device": torch.device("meta")}, {"requires_grad": True}]
+    others += [{"sizes": {**call.sizes, name: 9}} for name in call.sizes]
+    others += [{"q_layout": layout} for layout in ("zigzag", "contiguous")]
+    made = [agreement._spell(replace(call, **other)) for other in others]
+    monkeypatch.setattr(agreement, "FORMAT", agreement.FORMAT + 1)
+    made.append(agreement._spell(replace(call)))
+    assert len({*made}) == len(made)
+
+
 def test_exceptions_in_an_adaptive_module(run_ranks: Run) -> None:
     told = run_ranks(adaptive, SIZE, timeout=LOUD)
     for step, (now, after) in enumerate(told[1][:-1]):

@@ -91,6 +91,13 @@ def test_bits_are_those_of_virtual_ranks(pattern: Pattern, dtype: torch.dtype) -
         assert all(torch.equal(a, b) for a, b in zip(found.grads[1:], virtual.grads[1:], strict=True))
 
 
+def test_chunks_of_other_rows_are_another_plan() -> None:
+    x = torch.zeros(1, 2, 24, 4)
+    call = compile_call(x, x, x, Causal(), "contiguous", {})
+    made = [make_offload(call, chunk=chunk, backward=False).plan.ranks for chunk in (4, 8, 4, 24)]
+    assert made == [6, 3, 6, 1]
+
+
 def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     """dv, which no rounding of out has a part in, has the error of fp32; each chunk adds its own keys' part to others'.
 
