@@ -52,7 +52,7 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
+class HeadWalk:
     """What programs of one head walk through, for all heads with equal works: segments by tile of their own rows.
 
     `segments` [S, 7]: tile, contributor, step, first entry, partial tiles, full tiles, distance of full tiles.
@@ -77,9 +77,9 @@ class VisitTable:
         groups = _by_heads(works)
         columns = {heads: _columns(works, by_key=by_key) for heads, works in groups.items()}
         partners_of = _partners(groups, by_key=by_key)
-        walks: dict[object, Walk] = {}
+        walks: dict[object, HeadWalk] = {}
         #: For each head: its walk, and the heads of the other side that contribute to it.
-        self.heads: list[tuple[Walk, np.ndarray]] = []
+        self.heads: list[tuple[HeadWalk, np.ndarray]] = []
         for head in range(own.heads):
             partners = partners_of.get(head, {})
             key = steps[head], tuple(map(tuple, partners.values()))
@@ -87,14 +87,14 @@ class VisitTable:
                 walks[key] = self._walk(steps[head], [[columns[x] for x in of] for of in partners.values()])
             self.heads.append((walks[key], np.array([*partners], np.int64)))
 
-    def _walk(self, step: int, contributions: list[list[np.ndarray]]) -> Walk:
+    def _walk(self, step: int, contributions: list[list[np.ndarray]]) -> HeadWalk:
         parts = []
         for number, works in enumerate(contributions):
             found = self._segments(np.concatenate(works), step)
             parts.append(np.insert(found, 1, number, axis=1))
         segments = np.concatenate([np.zeros((0, 7), np.int64), *parts])
         segments = segments[np.argsort(segments[:, 0], kind="stable")]
-        return Walk(segments, np.unique(segments[:, 0]))
+        return HeadWalk(segments, np.unique(segments[:, 0]))
 
     def _segments(self, works: np.ndarray, step: int) -> np.ndarray:
         """The segments [n, 6] of works on one head of each side: tile, step, first entry, partial, full, distance."""

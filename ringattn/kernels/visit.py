@@ -84,7 +84,7 @@ def choose_tiles(dtype: torch.dtype, width: int, capability: tuple[int, int]) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class VisitTables:
     """What a visit needs: a table for the forward, or one for dq and one for dk and dv, and their programs.
 
     `merges`: some row of the forward gets a result from several visits, so that sums must be kept in fp32.
@@ -165,7 +165,7 @@ class VisitTriton(VisitKernel):
             else:
                 packed = [_pack_visiting(visit, self.tiles.block, by_key=by_key) for visit in visits]
             by_side.append(packed)
-        return [Table(tuple(x), some) for *x, some in zip(*by_side, merges, strict=True)], not visits
+        return [VisitTables(tuple(x), some) for *x, some in zip(*by_side, merges, strict=True)], not visits
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return VisitPass(self, call, q, block)
@@ -286,7 +286,7 @@ class VisitPass(KernelPass):
             self._run(group)
 
     def _forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> list[Launch]:
-        table: Table = visit.table
+        table: VisitTables = visit.table
         if isinstance(sums, Sums):
             if table.merges and sums.total is None:
                 same = sums.out.dtype == torch.float32
@@ -316,7 +316,7 @@ class VisitPass(KernelPass):
         return self._launches(visit, ("dq", (*read, dq, centre_key, *numbers)), ("dkv", (*read, dk, dv, *numbers)))
 
     def _launches(self, visit: Visit, *named: tuple[str, tuple[Tensor | None, ...]]) -> list[Launch]:
-        table: Table = visit.table
+        table: VisitTables = visit.table
         device = self.q.device
         return [
             Launch(name, on_device, programs, tensors)
