@@ -95,28 +95,30 @@ class CallsPass(KernelPass):
     def __init__(self, kernel: Kernel, call: CallData, q: Tensor, block: Tensors) -> None:
         self.kernel, self.call, self.q, self.block = kernel, call, q, block
         self.centre = Centre(kernel, q, block[0], call.scale)
+        #: Whether queries visit the keys of this rank (pass-Q), instead of keys its queries.
+        self.keys_stay = call.stays.kind == "kv"
         #: The tensors that stay in all visits, as calls read them.
         self._own: RowViews | None = None
 
     def new_sums(self, out: Tensor | None) -> OutputAccumulator:
         return OutputAccumulator(self.q, self.block[1].shape[-1], out)
 
-    def finish(self, sums: OutputAccumulator, unseen: Sequence[range]) -> Pair:
-        return sums.finish(unseen, self.call.sinks)
+    def finish(self, sums: OutputAccumulator) -> Pair:
+        return sums.finish(self.call.prepared, self.call.sinks)
 
     def new_grads(self) -> RowViews:
-        stays = self.block if self.call.stays.kind == "kv" else (self.q,)
+        stays = self.block if self.keys_stay else (self.q,)
         return RowViews(*map(wide_zeros, stays))
 
     def finish_grads(self, grads: RowViews) -> Tensors:
         return grads.tensors
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> None:
-        if visit.keys_stay:
+        if self.keys_stay:
             return self._visit_keys(visit, q, sums)
         own = self._own = self._own or RowViews(*self.centre.queries(q))
         keys = RowViews(self.centre.keys(block[0], visit.part.row_set), block[1])
-        choose = self._choose_kernels(visit)
+        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
         for part in visit.table:
             for call in part.calls:
                 for batch in batches(call.work, len(q)):
@@ -132,8 +134,8 @@ class CallsPass(KernelPass):
         """The forward of queries that visit this rank's keys."""
         own = self._own = self._own or RowViews(self.centre.keys(self.block[0]), self.block[1])
         queries, totals = RowViews(*self.centre.queries(q, visit.part.row_set)), RowViews(*sums)
-        covers = self._begins(visit, totals)
-        choose = self._choose_kernels(visit)
+        covers = visit.first and self._begin_sums(visit, totals)
+        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
         for work in visit.table:
             for batch in batches(work, len(q)):
                 kernel = self.kernel if choose is None else choose(work, batch)
@@ -148,22 +150,22 @@ class CallsPass(KernelPass):
         return out, lse + shifts[0] if shifts else lse
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: RowViews, travel: Tensors) -> None:
-        if visit.keys_stay:
+        if self.keys_stay:
             by_query, by_key = self._views_of_queries(visit, rows)
         else:
             by_query, by_key = self._views_of_keys(visit, rows, block)
         sums = RowViews(*travel)
-        covers = self._begins(visit, sums)
-        of_query, of_key = (sums, stay) if visit.keys_stay else (stay, sums)
-        choose = self._choose_kernels(visit)
+        covers = visit.first and self._begin_sums(visit, sums)
+        of_query, of_key = (sums, stay) if self.keys_stay else (stay, sums)
+        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
         for work in visit.table:
             for batch in batches(work, len(rows.q)):
                 (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
                 kernel = self.kernel if choose is None else choose(work, batch)
                 dq, *of_keys = kernel.backward(grad, q, k, v, out, lse, work, self.call.scale)
                 dq = restore(dq, *key) if key else dq
-                accumulate(of_query, work, batch, dq, is_new=covers and visit.keys_stay)
-                accumulate(of_key, work, batch, *of_keys, by_key=True, is_new=covers and not visit.keys_stay)
+                accumulate(of_query, work, batch, dq, is_new=covers and self.keys_stay)
+                accumulate(of_key, work, batch, *of_keys, by_key=True, is_new=covers and not self.keys_stay)
                 del dq, of_keys  # free them before the next call allocates its own
 
     def _views_of_keys(self, visit: Visit, rows: QueryRows, block: Tensors) -> tuple[RowViews, RowViews]:
@@ -197,11 +199,9 @@ class CallsPass(KernelPass):
             grad, out = with_delta(grad, number, wider=self.call.lse)
         return RowViews(grad, with_column(rows.q, 0.0) if wider else rows.q, out, *of_row), self._own
 
-    def _begins(self, visit: Visit, sums: RowViews) -> bool:
+    def _begin_sums(self, visit: Visit, sums: RowViews) -> bool:
         """Begin sums that are new; True if the visit's only call overwrites all of them."""
-        if not visit.first:
-            return False
-        if len(visit.table) == 1 and _covers(visit.table[0], sums.tensors[0], by_key=not visit.keys_stay):
+        if len(visit.table) == 1 and _covers(visit.table[0], sums.tensors[0], by_key=not self.keys_stay):
             return True
         if visit.part.kind == "query":
             begin_sums(*sums.tensors)
@@ -210,13 +210,11 @@ class CallsPass(KernelPass):
                 x.zero_()
         return False
 
-    def _choose_kernels(self, visit: Visit) -> Callable[[Work, slice | None], Kernel] | None:
-        """With dropout, a function that returns the kernel for each call of a visit."""
+    def _choose_kernels(self, visit: Visit) -> Callable[[Work, slice | None], Kernel]:
+        """A function that returns the kernel for each call of a visit with dropout."""
         dropout, call = self.kernel.dropout, self.call
-        if dropout is None:
-            return None
-        assert dropout.seed is not None
-        queries, keys = (visit.part, call.stays) if visit.keys_stay else (call.stays, visit.part)
+        assert dropout is not None and dropout.seed is not None
+        queries, keys = (visit.part, call.stays) if self.keys_stay else (call.stays, visit.part)
         (heads, rows), (kv_heads, columns) = call.places(queries), call.places(keys)
         batch = len(self.q)
         streams = RowViews(row_streams(dropout.seed, batch, heads + call.heads.start, rows))

@@ -40,6 +40,7 @@ class CallData:
     number: what travels with the rows of a pass-Q backward: "delta", or the "factor" of `pad.times_unit`.
     lse: whether the loss of any rank may depend on lse; equal on all ranks.
     sinks: [H] of this rank's query heads, to be merged into its output.
+    prepared: what `VisitKernel.prepare` found for the whole pass.
     """
 
     scale: float
@@ -49,6 +50,7 @@ class CallData:
     number: str = "delta"
     lse: bool = False
     sinks: Tensor | None = None
+    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class KernelPass(ABC):
         """The sums of this rank's queries in a forward, as the kernel keeps them; the output is `out` if given."""
 
     @abstractmethod
-    def finish(self, sums: Any, unseen: Any) -> Pair:
-        """(out, lse) of complete `new_sums`, with sinks; `unseen` are the rows without a pair, as `prepare` found."""
+    def finish(self, sums: Any) -> Pair:
+        """(out, lse) of complete `new_sums`, with sinks; rows without a pair have 0 and -inf."""
 
     @abstractmethod
     def new_grads(self) -> Any:
@@ -194,7 +196,7 @@ class VisitKernel(ABC):
         """Which ops compute these works, how many calls each makes, and why other ops are not used."""
 
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
-        """(a table for each visit, the rows without a pair). Called once for all visits of a pass, without tensors.
+        """(a table for each visit, `CallData.prepared`). Called once for all visits of a pass, without tensors.
 
         `heads` and `rows` are those of what stays: queries or, if queries visit, keys. The result is part of the
         program, which the plan caches by rank, device and `key`.

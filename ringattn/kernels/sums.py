@@ -150,7 +150,8 @@ class OutputAccumulator:
         self.q, self.shape, self.out = q, (*q.shape[:3], value_dim), out
         self.lse: Tensor | None = None
         #: The dtype of partials that can become the output; None if the output is narrower than the merge dtype.
-        self._whole_dtype = q.dtype if q.dtype == wide(q.dtype) else None
+        self._dtype = wide(q.dtype)
+        self._whole_dtype = q.dtype if q.dtype == self._dtype else None
         self._space = MergeSpace()
         #: out and lse of every open section.
         self._open: dict[Section, RowViews] = {}
@@ -183,15 +184,14 @@ class OutputAccumulator:
             begin_sums(self._rows(self.out, rows), self._rows(self.lse, rows))
         if sinks is not None:
             merge_sinks_(self.out, self.lse, sinks)
-        return self.out, as_dtype(self.lse, wide(self.q.dtype))
+        return self.out, as_dtype(self.lse, self._dtype)
 
     def _open_section(self, section: Section) -> RowViews:
         """The accumulators (out, lse) of a section, allocated and filled at the first use."""
         self._allocate()
         out, lse = self._rows(self.out, section.rows), self._rows(self.lse, section.rows)
-        dtype = wide(self.q.dtype)
-        if not section.single and out.dtype != dtype:
-            out = empty_rows(out.shape, dtype, self.q.device)
+        if not section.single and out.dtype != self._dtype:
+            out = empty_rows(out.shape, self._dtype, self.q.device)
         if section.filled:
             begin_sums(out, lse)
         views = self._open[section] = RowViews(out, lse)

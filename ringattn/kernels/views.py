@@ -129,7 +129,7 @@ def accumulate(
             count = len(range(turn, repeat, turns))
             targets = sums.select(heads, shift_range(run, turn * shift) if turn else run, batch, count, turns * shift)
             for target, part in zip(targets, parts, strict=True):
-                rows = crop_to(part, target.shape[-1])
+                rows = part if part.shape[-1] == target.shape[-1] else crop_to(part, target.shape[-1])
                 rows = rows if len(runs) == 1 else rows[:, :, first : first + len(run)]
                 add_(target, rows if turns == 1 else rows[turn::turns])
         first += len(run)

@@ -153,7 +153,7 @@ class VisitTriton(VisitKernel):
         return OpChoice((("one launch a visit", 1),))
 
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
-        """The table of each visit, and whether there is none. Every row that stays has a program in some visit."""
+        """The tables of each visit, and how many there are. Every row that stays has a program in some visit."""
         keys_stay = any(visit.keys_stay for visit in visits)
         own = Side(heads, rows, self.tiles.block)
         by_side: list[list[np.ndarray]] = []
@@ -165,7 +165,7 @@ class VisitTriton(VisitKernel):
             else:
                 packed = [_pack_visiting(visit, self.tiles.block, by_key=by_key) for visit in visits]
             by_side.append(packed)
-        return [VisitTables(tuple(x), some) for *x, some in zip(*by_side, merges, strict=True)], not visits
+        return [VisitTables(tuple(x), some) for *x, some in zip(*by_side, merges, strict=True)], len(visits)
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return VisitPass(self, call, q, block)
@@ -248,8 +248,8 @@ class VisitPass(KernelPass):
             out = empty_rows((*self.q.shape[:3], self.block[1].shape[-1]), self.q.dtype, self.q.device)
         return Sums(out, empty_rows(self.q.shape[:3], torch.float64, self.q.device))
 
-    def finish(self, sums: Sums, unseen: Any) -> Pair:
-        if unseen:
+    def finish(self, sums: Sums) -> Pair:
+        if not self.call.prepared:  # no visit has written them
             begin_sums(sums.out, sums.lse)
         if self.call.sinks is not None:
             merge_sinks_(sums.out, sums.lse, self.call.sinks)
@@ -263,7 +263,7 @@ class VisitPass(KernelPass):
         return grads
 
     def finish_grads(self, grads: Tensors) -> Tensors:
-        if not self._rows:  # no visit has written them
+        if not self.call.prepared:  # no visit has written them
             for x in grads:
                 x.zero_()
         return grads
@@ -467,13 +467,13 @@ def self_test(device: torch.device, dtype: torch.dtype, width: int, tiles: Tiles
     blocks = [(k[:, :, at], v[:, :, at]) for at in parts]
     found: list[Tensor] = []
     for backward in (False, True):
-        tables, nothing = kernel.prepare(visits, 2, rows, backward=backward)
-        one = kernel.begin(call, q, blocks[0])
+        tables, prepared = kernel.prepare(visits, 2, rows, backward=backward)
+        one = kernel.begin(replace(call, prepared=prepared), q, blocks[0])
         if not backward:
             sums = one.new_sums(None)
             for visit, table, block in zip(visits, tables, blocks, strict=True):
                 one.visit_forward(replace(visit, table=table), q, block, sums)
-            result, lse = one.finish(sums, nothing)
+            result, lse = one.finish(sums)
             found.append(result)
         else:
             stay, given = one.new_grads(), QueryRows(grad, q, lse, out=found[0])

@@ -12,34 +12,36 @@ from ..kernels.pad import delta, delta_factor
 from ..kernels.sums import finish_sums, make_output_sums
 from ..transport.base import Program
 from . import ring
-from .program import NumberedVisit, RingRun
-from .ring import ForwardResult, Gradients, Job
+from .program import NumberedVisit
+from .ring import BeginRun, ForwardResult, Gradients, Job
 
 
-def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
+def forward(job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
     """Attention of the local queries to the keys of all ranks: (out, lse) so far travel with the queries."""
+    run = begin()
     q, k, v = map(align_rows, (q, k, v))
     own = make_output_sums(q, v.shape[-1])
     run.give(run.program.own["query"], (q,))
     run.give(run.program.sums["part"], own)
-    kernel = job.begin(q, k, v, stays="kv")
+    kernel = job.begin(run.program, q, k, v)
 
     def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
         (queries,) = run.get(visit.block)
         return queries, (k, v), run.get(visit.sums)
 
     yield from ring.turn(run, kernel, tensors)
-    return ForwardResult(*finish_sums(*own, q, job.own_sinks, out), ())
+    return ForwardResult(*finish_sums(*own, q, job.own_sinks(run.program.heads), out), ())
 
 
 def backward(
-    job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
+    job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
 ) -> Program[Gradients]:
     """(dq, dk, dv): queries travel with dO, lse and delta, and dq with them; dk and dv stay."""
     assert grad_lse is None or job.lse, "the ranks have agreed that the loss does not depend on lse"
+    run = begin()
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
     dq, number = wide_zeros(q), delta(grad, out, grad_lse)
-    kernel = job.begin(q, k, v, stays="kv")
+    kernel = job.begin(run.program, q, k, v)
     stay = kernel.new_grads()
     run.give(run.program.own["q"], (q, grad))
     run.give(run.program.own["row"], (result.lse, delta_factor(grad, number) if job.sends_factor else number))

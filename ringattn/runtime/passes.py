@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from functools import partial
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from ..plan.plan import Plan
 from ..transport.base import PLAN_TAGS, Program, Tags
 from . import ring
 from .program import RankProgram, RingRun, backward_program, exchanges_heads, forward_program
-from .ring import ForwardResult, Gradients, Job
+from .ring import Backward, Forward, ForwardResult, Gradients, Job
 
 
 def forward(
@@ -21,13 +21,14 @@ def forward(
     k, v [B, K, n, D | Dv] are the local keys and values. `save` keeps what the backward starts from. The output is
     written to `out` if given. `tags` maps the plan's tags to those of the messages.
     """
-    run = RingRun(forward_program(job.plan, job.rank, job.kernel, q.device, save=save), q.device, tags)
-    inner = _ring_of(run.program)
-    if run.program.enter is None:
-        return (yield from inner.forward(job, run, q, k, v, out))
+    program = forward_program(job.plan, job.rank, job.kernel, q.device, save=save)
+    inner, _ = _ring_of(program)
+    begin = partial(RingRun, program, q.device, tags)
+    if program.enter is None:
+        return inner(job, begin, q, k, v, out)
     from . import ulysses  # few schedules have groups
 
-    return (yield from ulysses.forward(inner, job, run, q, k, v, out, save=save))
+    return ulysses.forward(inner, job, begin, q, k, v, out, save=save)
 
 
 def backward(
@@ -46,13 +47,14 @@ def backward(
     `grad_lse` is d loss / d lse, or None. Each block is differentiated with the *global* out and lse of the query rows,
     so no partial results need to be saved. All sums are in fp32 (fp64 for fp64 inputs).
     """
-    run = RingRun(backward_program(job.plan, job.rank, job.kernel, q.device), q.device, tags)
-    inner = _ring_of(run.program)
-    if run.program.enter is None:
-        return (yield from inner.backward(job, run, grad, grad_lse, (q, k, v), result))
+    program = backward_program(job.plan, job.rank, job.kernel, q.device)
+    _, inner = _ring_of(program)
+    begin = partial(RingRun, program, q.device, tags)
+    if program.enter is None:
+        return inner(job, begin, grad, grad_lse, (q, k, v), result)
     from . import ulysses
 
-    return (yield from ulysses.backward(inner, job, run, grad, grad_lse, result))
+    return ulysses.backward(inner, job, begin, grad, grad_lse, result)
 
 
 def count_saved(plan: Plan, rank: int) -> int:
@@ -65,10 +67,10 @@ def count_saved(plan: Plan, rank: int) -> int:
     return saved + SAVED_BY_EXCHANGE
 
 
-def _ring_of(program: RankProgram) -> ModuleType:
-    """The module with the passes in which what the program names travels."""
+def _ring_of(program: RankProgram) -> tuple[Forward, Backward]:
+    """The passes in which what the program names travels."""
     if program.rotates == "kv":
-        return ring
+        return ring.forward, ring.backward
     from . import pass_q
 
-    return pass_q
+    return pass_q.forward, pass_q.backward

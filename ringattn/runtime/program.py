@@ -48,7 +48,10 @@ class NumberedVisit:
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank does in one step of the ring: it posts messages, computes visits, and waits for messages."""
+    """What a rank does in one step of the ring: it posts messages, computes visits, and waits for messages.
+
+    `waits` are for the messages that are due, and add the sums that arrived to those computed here.
+    """
 
     posts: Actions
     visits: tuple[NumberedVisit, ...]
@@ -62,9 +65,10 @@ class RankProgram:
 
     The caller provides the tensors numbered in `own` (by kind), `saved` and `sums` (by kind). With schedule ulysses,
     `enter` and `leave` exchange tokens for heads inside a group of ranks, before and after the ring; otherwise they are
-    None. `unseen` are the local rows without a pair, as the kernel found them. `saved` are blocks that stay between the
-    passes: a forward leaves them in its run, and the caller gives them to the backward. `rotates` says whether keys
-    ("kv") or queries ("q") visit.
+    None. `prepared` is what the kernel found for the whole pass. `saved` are blocks that stay between the passes: a
+    forward leaves them in its run, and the caller gives them to the backward. `rotates` says whether keys ("kv") or
+    queries ("q") visit what `stays`. `heads` are the query heads of the call that this rank computes: all, or its share
+    in a Ulysses group.
     """
 
     memory: Memory
@@ -73,7 +77,9 @@ class RankProgram:
     sums: dict[Kind, Numbers]
     saved: Numbers
     rotates: str
-    unseen: Any
+    stays: Part
+    heads: range
+    prepared: Any
     enter: ExchangeStep | None
     leave: ExchangeStep | None
 
@@ -91,10 +97,6 @@ class RingRun(PassTensors):
         super().__init__(program.memory, device, tags)
         self.program, self.steps = program, program.steps
 
-    def post(self, step: RingStep) -> Program[None]:
-        """Post the step's messages."""
-        return self.perform(step.posts, step.label)
-
     def compute(
         self, step: RingStep, kernel: KernelPass, tensors: Callable[[NumberedVisit], tuple[Any, ...]], backward: bool
     ) -> Program[None]:
@@ -104,16 +106,12 @@ class RingRun(PassTensors):
                 yield from self.perform(one.copies)
             yield Compute(kernel, one.visit, tensors(one), backward, one.label)
 
-    def wait(self, step: RingStep) -> Program[None]:
-        """Wait for the messages that are due, and add the sums that arrived to those computed here."""
-        return self.perform(step.waits)
-
     def arrive(self, step: RingStep) -> Program[None]:
         """Wait for all messages that the step has posted, due or not."""
         return self.perform(tuple(Wait(post.ticket) for post in step.posts if isinstance(post, NumberedPost)))
 
     def take_in(self, step: RingStep) -> Program[None]:
-        """The part of `wait` that is left once messages have arrived: add the sums that arrived."""
+        """The part of the waits that is left once messages have arrived: add the sums that arrived."""
         return self.perform(tuple(action for action in step.waits if not isinstance(action, Wait)))
 
 
@@ -168,19 +166,22 @@ def _resolve(
             recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
-        stays: Kind = "q" if rotates == "kv" else "kv"
-        heads, rows = ring_plan.part_heads(stays), ring_plan.layout_of(stays).rows(owner)
+        stays = Part("q" if rotates == "kv" else "kv", owner)
+        heads, rows = ring_plan.part_heads(stays.kind), ring_plan.layout_of(stays.kind).rows(owner)
         found = [one.visit for step in recorded for one in step.visits]
-        tables, unseen = kernel.prepare(found, heads, rows, backward=backward)
-    prepared = iter([replace(visit, table=table) for visit, table in zip(found, tables, strict=True)])
+        tables, prepared = kernel.prepare(found, heads, rows, backward=backward)
+    first = rank % plan.ulysses_size * ring_plan.heads
+    with_tables = iter([replace(visit, table=table) for visit, table in zip(found, tables, strict=True)])
     return RankProgram(
         recorder.memory,
-        tuple(replace(x, visits=tuple(replace(s, visit=next(prepared)) for s in x.visits)) for x in recorded),
+        tuple(replace(x, visits=tuple(replace(s, visit=next(with_tables)) for s in x.visits)) for x in recorded),
         {part.kind: numbers for part, numbers in state.own.items()},
         {part.kind: numbers for part, numbers in state.own_sums.items()},
         tuple(number for part in saved for number in state.blocks[part]),
         rotates,
-        unseen,
+        stays,
+        range(first, first + ring_plan.heads),
+        prepared,
         enter,
         leave,
     )

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ..kernels.contract import CallData, KernelPass, QueryRows, VisitKernel
 from ..kernels.memory import align_rows, as_dtype, wide_zeros
 from ..plan.plan import Plan
-from ..plan.steps import Part
 from ..transport.base import Program
 from .buffers import find_places
-from .program import NumberedVisit, RingRun
+from .program import NumberedVisit, RankProgram, RingRun
 
 #: (dq, dk, dv).
 Gradients = tuple[Tensor, Tensor, Tensor]
+#: Begins an execution of the rank's program, with its memory: when its turn comes, not when it is asked for.
+BeginRun = Callable[[], RingRun]
 #: The tensors of a visit, as arguments of the kernel.
 TensorsOf = Callable[[NumberedVisit], tuple[Any, ...]]
 
@@ -44,31 +45,23 @@ class Job:
     cast_grads: bool = True
     sinks: Tensor | None = None
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor, *, stays: Literal["q", "kv"]) -> KernelPass:
-        """The kernel in one pass of this rank; `stays` is "q" if keys visit, and "kv" if queries visit."""
-        plan, owner = self.plan.ring_plan(self.rank)
+    def begin(self, program: RankProgram, q: Tensor, k: Tensor, v: Tensor) -> KernelPass:
+        """The kernel in the pass of this rank that the program describes."""
         call = CallData(
             self.scale,
-            Part(stays, owner),
-            self.heads,
-            lambda part: find_places(plan, part, q.device),
-            "factor" if self.sends_factor else "delta",
+            program.stays,
+            program.heads,
+            lambda part: find_places(self.plan.ring_plan(self.rank)[0], part, q.device),
+            "factor" if program.rotates == "q" and self.sends_factor else "delta",
             self.lse,
-            self.own_sinks,
+            self.own_sinks(program.heads),
+            program.prepared,
         )
         return self.kernel.begin(call, q, (k, v))
 
-    @property
-    def heads(self) -> range:
-        """Which of the call's query heads this rank computes: all, or its share in a Ulysses group."""
-        count = self.plan.ring_plan(self.rank)[0].heads
-        first = self.rank % self.plan.ulysses_size * count
-        return range(first, first + count)
-
-    @property
-    def own_sinks(self) -> Tensor | None:
-        """The sinks of `heads`."""
-        return None if self.sinks is None else self.sinks[self.heads.start : self.heads.stop]
+    def own_sinks(self, heads: range) -> Tensor | None:
+        """The sinks of these query heads."""
+        return None if self.sinks is None else self.sinks[heads.start : heads.stop]
 
     @property
     def sends_factor(self) -> bool:
@@ -83,7 +76,7 @@ class Job:
         """The gradients in the dtypes of the inputs, unless the job keeps them as they were summed."""
         if not self.cast_grads:
             return gradients
-        dq, dk, dv = (as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=True))
+        dq, dk, dv = [as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=True)]
         return dq, dk, dv
 
 
@@ -96,10 +89,15 @@ class ForwardResult:
     saved: tuple[Tensor, ...]
 
 
+#: A forward, and a backward, of a ring; Ulysses has them between its exchanges.
+Forward = Callable[[Job, BeginRun, Tensor, Tensor, Tensor, Tensor | None], Program[ForwardResult]]
+Backward = Callable[[Job, BeginRun, Tensor, Tensor | None, Gradients, ForwardResult], Program[Gradients]]
+
+
 def turn_in_order(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool = False) -> Program[None]:
     """Turn the ring once: in each step, exchange the messages, compute the step's visits, add the sums that arrived."""
     for step in run.steps:
-        yield from run.post(step)
+        yield from run.perform(step.posts, step.label)
         yield from run.arrive(step)
         yield from run.compute(step, kernel, tensors, backward)
         yield from run.take_in(step)
@@ -111,34 +109,36 @@ def turn(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool
     The bits are those of `turn_in_order`: the same visits in the same order, and sums are added after them in both.
     """
     for step in run.steps:
-        yield from run.post(step)
+        yield from run.perform(step.posts, step.label)
         yield from run.compute(step, kernel, tensors, backward)
-        yield from run.wait(step)
+        yield from run.perform(step.waits)
 
 
-def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
+def forward(job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
     """Attention of the local queries to the keys of all ranks, written to `out` if given."""
+    run = begin()
     q, k, v = map(align_rows, (q, k, v))
     run.give(run.program.own["kv"], (k, v))
-    kernel = job.begin(q, k, v, stays="q")
+    kernel = job.begin(run.program, q, k, v)
     sums = kernel.new_sums(out)
 
     def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
         return q, run.get(visit.block), sums
 
     yield from turn(run, kernel, tensors)
-    return ForwardResult(*kernel.finish(sums, run.program.unseen), run.get(run.program.saved))
+    return ForwardResult(*kernel.finish(sums), run.get(run.program.saved))
 
 
 def backward(
-    job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
+    job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
 ) -> Program[Gradients]:
     """(dq, dk, dv) from dO and, if given, the gradient of lse; dk and dv travel to the owner of their block.
 
     With the lse of whole rows the weights of each visit are final, so that gradients of visits add up.
     """
+    run = begin()
     grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
-    kernel = job.begin(q, k, v, stays="q")
+    kernel = job.begin(run.program, q, k, v)
     stay, travel = kernel.new_grads(), (wide_zeros(k), wide_zeros(v))
     run.give(run.program.own["kv"], (k, v))
     run.give(run.program.saved, result.saved)

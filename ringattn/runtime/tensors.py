@@ -106,11 +106,12 @@ class PassTensors:
     """The tensors of one execution of a pass, by number."""
 
     def __init__(self, memory: Memory, device: torch.device, tags: Tags) -> None:
-        stores = [empty((size,), torch.uint8, device) if size else None for size in memory.stores]
+        stores: dict[int, Tensor] = {}
         self.tensors: list[Any] = [None] * memory.count
         for number, dtype, views in memory.views:
-            store = stores[number]
-            assert store is not None
+            store = stores.get(number)
+            if store is None:
+                store = stores[number] = empty((memory.stores[number],), torch.uint8, device)
             if rest := store.numel() % dtype.itemsize:
                 store = store[:-rest]
             if dtype != torch.uint8:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from ..transport.base import Program
-from .program import RingRun
-from .ring import ForwardResult, Gradients, Job
+from .ring import Backward, BeginRun, Forward, ForwardResult, Gradients, Job
 
 #: Tensors that a forward saves in addition to those of the ring: q, k, v, out and lse of this rank's heads.
 SAVED_BY_EXCHANGE = 5
 
 
 def forward(
-    ring: ModuleType, job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *, save: bool
+    inner: Forward, job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *, save: bool
 ) -> Program[ForwardResult]:
-    """The forward of `ring` for this rank's heads, in all rows of its group; all heads of its own rows are returned."""
+    """The forward `inner` for this rank's heads, in all rows of its group; all heads of its own rows are returned."""
+    run = begin()
     enter, leave = run.program.enter, run.program.leave
     assert enter is not None and leave is not None
     q, k, v = yield from enter.perform(run, (q, k, v), "forward step 0, exchange of q, k and v")
-    found = yield from ring.forward(job, run, q, k, v, None)
+    found = yield from inner(job, lambda: run, q, k, v, None)
     label = f"forward step {leave.index}, exchange of the output"
     lse, all_heads = yield from leave.perform(run, (found.lse.unsqueeze(-1), found.out), label)
     saved = (*found.saved, q, k, v, found.out, found.lse) if save else ()
@@ -30,9 +28,10 @@ def forward(
 
 
 def backward(
-    ring: ModuleType, job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, result: ForwardResult
+    inner: Backward, job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, result: ForwardResult
 ) -> Program[Gradients]:
-    """The backward of `ring` for this rank's heads; gradients of all heads of its own rows are returned."""
+    """The backward `inner` for this rank's heads; gradients of all heads of its own rows are returned."""
+    run = begin()
     enter, leave = run.program.enter, run.program.leave
     assert enter is not None and leave is not None
     *saved, q, k, v, out, lse = result.saved
@@ -42,7 +41,7 @@ def backward(
     column, grad = yield from enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = ForwardResult(out, lse, tuple(saved))
-    gradients = yield from ring.backward(job, run, grad, grad_lse, (q, k, v), result)
+    gradients = yield from inner(job, lambda: run, grad, grad_lse, (q, k, v), result)
     label = f"backward step {leave.index}, exchange of dq, dk and dv"
     dq, dk, dv = yield from leave.perform(run, gradients, label)
     return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)

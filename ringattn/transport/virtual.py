@@ -29,12 +29,12 @@ K = TypeVar("K")
 class _PostedMessage:
     """A message that one or both sides have posted.
 
-    `snapshot` holds the watched bytes of `source` at its post; only for host memory, as a comparison would wait for a
-    device.
+    `watched` are the bytes of `source` that may not change, and as they were at its post; only for host memory, as a
+    comparison would wait for a device.
     """
 
     source: Tensor | None = None
-    snapshot: Tensor | None = None
+    watched: tuple[Tensor, Tensor] | None = None
     target: Tensor | None = None
     #: Whether both sides have been posted.
     matched: bool = False
@@ -58,7 +58,7 @@ def in_turns(
     with the text that `stuck` makes of the awaited tickets. Visits of a kernel that computes them `together` wait until
     no program can resume, and are then launched at once.
     """
-    results: dict[int, T] = {}
+    trace, results = get_trace(), dict[int, T]()
     waiting: dict[int, K] = {}
     parked: dict[int, Compute] = {}
     runnable = list(range(len(programs)))
@@ -70,7 +70,7 @@ def in_turns(
                 request, reply = programs[index].send(None), None
                 while not isinstance(request, Wait):
                     if isinstance(request, Post):
-                        if (trace := get_trace()) is not None:
+                        if trace is not None:
                             trace.advance(index)
                         reply = post(index, request)
                     elif request.kernel.together:
@@ -130,28 +130,26 @@ class VirtualRanks:
         """Match every message of a request with its other side, if already posted."""
         self.counters[rank].add(post)
         ticket: Named = []
-        for peer, tag, data in post.recvs:
-            posted = self._match((peer, rank, tag), data)
-            assert posted.target is None, f"rank {rank}, {post.label}: two receives share peer and tag"
-            _watched(data).fill_(255)
-            posted.target = data
-            ticket.append((f"rank {rank}, {post.label}: receive from rank {peer}", posted))
-        for peer, tag, data in post.sends:
-            posted = self._match((rank, peer, tag), data)
-            assert posted.source is None, f"rank {rank}, {post.label}: two sends share peer and tag"
-            posted.source, posted.snapshot = data, _watched(data).clone() if data.is_cpu else None
-            ticket.append((f"rank {rank}, {post.label}: send to rank {peer}", posted))
+        for is_send, messages in ((False, post.recvs), (True, post.sends)):
+            for peer, tag, data in messages:
+                assert data.numel() > 0 and data.is_contiguous()
+                key = (rank, peer, tag) if is_send else (peer, rank, tag)
+                name = f"rank {rank}, {post.label}: {'send to' if is_send else 'receive from'} rank {peer}"
+                posted = self._open.pop(key, None)
+                if posted is None:
+                    posted = self._open[key] = _PostedMessage()
+                else:
+                    posted.matched = True
+                watched = _watched(data)
+                if is_send:
+                    assert posted.source is None, f"{name}: another send has the same tag"
+                    posted.source, posted.watched = data, (watched, watched.clone()) if data.is_cpu else None
+                else:
+                    assert posted.target is None, f"{name}: another receive has the same tag"
+                    posted.target = data
+                    watched.fill_(255)
+                ticket.append((name, posted))
         return ticket
-
-    def _match(self, key: tuple[int, int, int], data: Tensor) -> _PostedMessage:
-        """The message of sender, receiver and tag `key`; its second post matches it and removes it from `_open`."""
-        assert data.numel() > 0 and data.is_contiguous()
-        posted = self._open.pop(key, None)
-        if posted is None:
-            posted = self._open[key] = _PostedMessage()
-        else:
-            posted.matched = True
-        return posted
 
     def _name_unmatched(self, waiting: Mapping[int, Named]) -> str:
         """The names of messages whose other side is not posted."""
@@ -176,12 +174,12 @@ def _deliver(ticket: Named) -> None:
         if message.target is None:
             continue
         assert message.source is not None
-        if message.snapshot is not None:
-            assert torch.equal(_watched(message.source), message.snapshot), f"{name}: written to while in flight"
+        if message.watched is not None:
+            assert torch.equal(*message.watched), f"{name}: written to while in flight"
         sizes = message.source.numel(), message.target.numel()
         assert sizes[0] == sizes[1], f"{name}: sender and receiver disagree on the size"
         message.target.copy_(message.source)
-        message.source, message.target = None, None
+        message.source = message.target = message.watched = None
 
 
 def _watched(data: Tensor) -> Tensor:

@@ -40,11 +40,7 @@ PROGRAMS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 #: Matrix products of each kernel, and which loops of FlexAttention's templates do the same.
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
 #: Instructions by kind, as patterns of their names.
-KINDS = {
-    "product": r"HGMMA|HMMA|UTC\w*MMA",
-    "wait": r"WARPGROUP\.DEPBAR",
-    "local": r"STL|LDL",
-}
+KINDS = {"product": r"HGMMA|HMMA|UTC\w*MMA", "wait": r"WARPGROUP\.DEPBAR", "local": r"STL|LDL"}
 Loop = tuple[int, Counter[str]]
 
 
@@ -81,7 +77,9 @@ def name_of(text: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
 
 
-def compile_kernel(kernel: Any, types: dict[str, Any], capability: tuple[int, int], warps: int, stages: int) -> Compiled:
+def compile_kernel(
+    kernel: Any, types: dict[str, Any], capability: tuple[int, int], warps: int, stages: int
+) -> Compiled:
     """Compile for a device that is not here. `types` are Triton's types of arguments, or values of constants."""
     names = kernel.arg_names
     signature = {name: types[name] if isinstance(types[name], str) else "constexpr" for name in names}
@@ -190,8 +188,10 @@ def render_flex(part: str, head_dim: int, sizes: dict[str, int], folder: Path) -
     def modification(subgraph_number: int, output_name: str | None, **given: str) -> str:
         if output_name is None:
             return "pass"
-        if output_name in ("post_mod_scores", "grad_scores"):
-            return f"{output_name} = {given.get('score') or given.get('grad_score_mod') or given['grad_score']}"
+        if output_name == "post_mod_scores":
+            return f"{output_name} = {given['score']}"
+        if output_name == "grad_scores":
+            return f"{output_name} = {given['grad_score_mod']}"
         m, n = given["m"], given["n"]
         return f"{output_name} = ({m} >= {n}) & ({m} - {n} <= 1023)"
 
@@ -263,7 +263,9 @@ def compare(capability: tuple[int, int], head_dim: int, folder: Path) -> tuple[l
     for name, products in PRODUCTS.items():
         made, ours = compile_ours(name, capability, head_dim)
         place = f"{name} of head dim {head_dim} for {capability[0]}.{capability[1]}"
-        assert len(made.loops) == len(flex[name]) == 2, f"{place}: expected a loop over partial, and one over full tiles"
+        assert len(made.loops) == len(flex[name]) == 2, (
+            f"{place}: expected a loop over partial, and one over full tiles"
+        )
         if capability == (9, 0):
             faults += [f"{place}: {text} overwrites what a product reads" for text in find_overwritten(made.code)]
         for tiles, (count, kinds), (theirs, of) in zip(("partial", "full"), made.loops, flex[name], strict=True):

@@ -321,7 +321,7 @@ def run_rank(case: RecurrentCase, rank: int, whole: Results | None = None, **whe
         (layout.shard_tensor(grad, rank, case.dim), grad_state if rank == 0 else grad_state * 0),
     )  # fmt: skip
     mine = {name: x for name, x in mine.items() if name in ("out", "state") or name.lstrip("d") not in cut}
-    whole = run_virtual(case) if whole is None else whole
+    whole = of_first(lambda: run_virtual(case)) if whole is None else whole
     return mine, {
         name: whole[name] if name == "state" else layout.shard_tensor(whole[name], rank, case.dim) for name in mine
     }

@@ -58,7 +58,7 @@ def test_a_merge_plan_copies_first_and_merges_after(
 def plan_forward(plan: ra.Plan, rank: int, kernel: Kernel) -> MergePlan:
     """The kernel's calls in each visit of the forward, and the rows that see no key."""
     program = forward_program(plan, rank, kernel, torch.device("cpu"), save=False)
-    return [one.visit.table for step in program.steps for one in step.visits], program.unseen
+    return [one.visit.table for step in program.steps for one in step.visits], program.prepared
 
 
 def check(found: MergePlan, plan: ra.Plan, rank: int) -> None:

@@ -28,30 +28,25 @@ CALIBRATION = (*SIZES[1:], "rows=[16,64]", "widths=[16]", "messages=[256,64k]", 
 VERBS = {
     "run": ("run", "ranks=2", *SIZES, "backward=true", "output.report=report.json"),
     "decode": ("run", "mode=decode", "ranks=2", "context=32", "new=2", *SIZES[1:]),
-    "audit": ("audit",),
+    "audit": ("audit", "features=[causal]"),
     "calibrate": ("calibrate", *CALIBRATION, "output.path=machine.yaml"),
 }
 
 
 def find_listeners(root: int) -> set[str]:
     """The addresses on which the descendants of a process listen, in hex."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-        except OSError:
-            continue
-    found, family = set(), [*children.get(root, ())]
+    found, family, sockets = set(), [root], set[str]()
     for process in family:
-        family += children.get(process, ())
         try:
-            held = {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
-            tables = [Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-        except OSError:  # it has ended
+            for task in Path(f"/proc/{process}/task").iterdir():
+                family += map(int, (task / "children").read_text().split())
+            if process != root:
+                sockets |= {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()}
+        except OSError:  # it has ended, or a file was closed
             continue
-        for line in "\n".join(tables).splitlines():
-            words = line.split()
-            if len(words) > 9 and words[3] == "0A" and f"socket:[{words[9]}]" in held:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # of all processes of this machine
+        for words in map(str.split, Path(table).read_text().splitlines()):
+            if len(words) > 9 and words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 found.add(words[1].partition(":")[0])
     return found
 
