@@ -149,7 +149,7 @@ def test_dockerfile_names_what_exists() -> None:
 
 def test_scripts_are_executable_and_parse() -> None:
     scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
-    assert {p.name for p in scripts} == {"run", "test", "check", "docs", "setup", "gpu", "train", "lowest"}
+    assert {p.name for p in scripts} == {"run", "test", "check", "docs", "setup", "gpu", "train", "lowest", "kernels"}
     for script in scripts:
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)

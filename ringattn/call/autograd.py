@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import cache
-from ..kernels.base import Kernel
+from ..kernels.contract import VisitKernel
 from ..kernels.memory import empty
 from ..kernels.pad import HIDDEN
 from ..kernels.softmax import sinks_gradient
@@ -46,7 +46,7 @@ class Runner:
 
     call: CompiledCall
     plan: Plan
-    kernel: Kernel
+    kernel: VisitKernel
     sinks: Tensor | None = None
     transport: Transport | None = None
     number: int = 0

@@ -16,7 +16,8 @@ from ..cache import Cache, cached
 from ..dtypes import check_type, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
-from ..kernels.base import Kernel, positive
+from ..kernels.base import positive
+from ..kernels.contract import VisitKernel
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
@@ -63,7 +64,7 @@ class CompiledCall:
     sizes: dict[str, Any]
     device: torch.device
     requires_grad: bool
-    kernel: Kernel
+    kernel: VisitKernel
     #: The factor of the logits, `sign` times `factor`: kernels take only a factor above 0, see `positive`.
     scale: float
     sign: float
@@ -286,7 +287,7 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
 
 def _get_kernel(
     options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
-) -> tuple[Kernel, float | None]:
+) -> tuple[VisitKernel, float | None]:
     """The kernel for these tensors on `device`, and the number that hides their padded keys, see `hide_keys`."""
     column = None
     if padded:
@@ -308,7 +309,7 @@ def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
 
 
-def _check_lse(kernel: Kernel, width: int) -> None:
+def _check_lse(kernel: VisitKernel, width: int) -> None:
     """Raise Unsupported if the kernel cannot compute the gradient of lse for tensors of this width."""
     most = kernel.max_head_dim
     if most is not None and width + EXTRA > most:

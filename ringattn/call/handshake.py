@@ -22,7 +22,7 @@ from functools import partial
 
 from ..cache import cached
 from ..errors import Mismatch
-from ..kernels.base import Kernel
+from ..kernels.contract import VisitKernel
 from ..layout.regular import Layout, name_rows
 from ..plan.plan import FORMAT, Plan
 from ..transport.base import TAG_BITS, Transport
@@ -51,7 +51,7 @@ LONGEST = FIXED + 3 * NUMBER
 call_index: ContextVar[int] = ContextVar("ringattn_call_index", default=0)
 
 
-def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, Kernel, int]:
+def agree(transport: Transport, call: CompiledCall, stage: str = "call") -> tuple[Plan, VisitKernel, int]:
     """Compare an attention call between ranks; return its plan, this rank's kernel, and the number of the call.
 
     The plan and the number are equal on all ranks. `stage` names the kind of call: if ranks are at different stages,
@@ -134,7 +134,7 @@ def announces(transport: Transport, call: CompiledCall) -> bool:
     return transport.defers(call.options.check) and not by_name and not drawn
 
 
-def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, Kernel, int]:
+def announce(transport: Transport, call: CompiledCall) -> tuple[Plan, VisitKernel, int]:
     """Like `agree`, but without waiting for other ranks; only for calls for which `announces` is True.
 
     Errors of other ranks are raised later; the group can then make no more calls.
@@ -174,7 +174,7 @@ def _compare_tokens(counts: list[int], held: int) -> None:
     compare({rank: {name: count - 1 if count else held} for rank, count in enumerate(counts)})
 
 
-def _share_seed(kernel: Kernel, records: Sequence[bytes]) -> Kernel:
+def _share_seed(kernel: VisitKernel, records: Sequence[bytes]) -> VisitKernel:
     """The kernel with the seed of rank 0. Raises Mismatch on every rank if the ranks were given different seeds."""
     assert kernel.dropout is not None
     seeds = _read_numbers(records, -NUMBER)
@@ -241,7 +241,7 @@ def spell_layout(layout: str | Layout) -> str:
     return f"{layout.name} (partition {layout.digest})" if layout.digest else layout.name
 
 
-def _spell_dropout(kernel: Kernel) -> str | None:
+def _spell_dropout(kernel: VisitKernel) -> str | None:
     """The probability, and whether the seed is given, as text; None if no weight is dropped."""
     drop = kernel.dropout
     return None if drop is None else f"{float(drop.p)} by a {'drawn' if drop.seed is None else 'given'} seed"

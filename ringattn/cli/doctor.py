@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import InvalidInput, Unsupported
 from ..kernels import available, missing
 from ..kernels.aten_cpu import AtenCpu
-from ..kernels.aten_cuda import AtenCuda
+from ..kernels.cuda import Cuda
 from ..kernels.cuda_device import CudaDevice
 from ..plan.work import Work
 from ..simulator.reporting.console import Number, print_numbers
@@ -97,7 +97,7 @@ def _kernel_choices(capability: str | None) -> list[Number]:
     # Below compute capability 8.0 there are ops for fp16 but not for bf16.
     half = [torch.bfloat16] if device.capability >= (8, 0) else [torch.bfloat16, torch.float16]
     for dtype in (*half, torch.float32):
-        kernel = AtenCuda(None, dtype, deterministic=False)
+        kernel = Cuda(None, dtype, deterministic=False)
         label = f"{str(dtype).removeprefix('torch.')} {place}"
         try:
             kernel.use(device, 128)

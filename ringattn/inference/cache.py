@@ -430,6 +430,7 @@ class KVCache:
             )
         q, k, v = cast_inputs(q, k, v)
         call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+        call.kernel.single()
         if call.requires_grad:
             raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
         if self._ring is not None:

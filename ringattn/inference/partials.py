@@ -30,7 +30,7 @@ def attend(
 
     The results are in fp32 (fp64 for fp64).
     """
-    q, kernel, scale = align_rows(q), call.kernel, call.factor
+    q, kernel, scale = align_rows(q), call.kernel.single(), call.factor
     count, heads, rows, _ = q.shape
     found: list[tuple[Work, slice | None, Pair]] = []
     for index, block in enumerate(store.blocks):

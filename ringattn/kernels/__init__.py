@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ KERNELS: Registry[type[VisitKernel]] = Registry(
         "reference": "kernels.reference:Reference",
         "aten_cpu": "kernels.aten_cpu:AtenCpu",
         "aten_cuda": "kernels.aten_cuda:AtenCuda",
+        "cuda": "kernels.cuda:Cuda",
         "visit": "kernels.visit:VisitTriton",
         "flash_attn": "kernels.flash_attn:FlashAttn",
         "flash_attn_3": "kernels.flash_attn:FlashAttn3",
@@ -32,7 +34,7 @@ KERNELS: Registry[type[VisitKernel]] = Registry(
     },
 )
 #: The kernel that "auto" chooses, by the type of the tensors' device; "reference" for all other devices.
-AUTO = {"cpu": "aten_cpu", "cuda": "aten_cuda"}
+AUTO = {"cpu": "aten_cpu", "cuda": "cuda"}
 
 
 def get_kernel(
@@ -47,22 +49,34 @@ def get_kernel(
 ) -> VisitKernel:
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
-    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" if there is a `softcap` or
-    `dropout`. An explicit name is never replaced by another kernel: raises InvalidInput for an unknown name, and
-    Unsupported if the kernel cannot compute these tensors or options.
+    "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" if that cannot compute a
+    `softcap` or `dropout`. An explicit name is never replaced by another kernel: raises InvalidInput for an unknown
+    name, and Unsupported if the kernel cannot compute these tensors or options.
     """
     if q.is_meta and q.device.type not in AUTO:
         raise InvalidInput("q is on the meta device and has no values; try to_empty(device='cpu') and load them")
     asked = {key: value for key, value in (("softcap", softcap), ("dropout", dropout)) if value is not None}
     if name == "auto":
-        name = "reference" if asked else AUTO.get(q.device.type, "reference")
+        name = AUTO.get(q.device.type, "reference")
+        if asked:
+            with suppress(Unsupported):
+                return _make_kernel(name, q, k, v, asked, deterministic=deterministic)
+            name = "reference"
+    return _make_kernel(name, q, k, v, asked, deterministic=deterministic)
+
+
+def _make_kernel(
+    name: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], *, deterministic: bool
+) -> VisitKernel:
+    """The kernel of this name with options that only some kernels have. Raises Unsupported."""
     base, choice = split_kernel(name)
-    for feature, value in asked.items():
+    for feature, value in options.items():
         if feature not in KERNELS[base].features:
             raise Unsupported(f"kernel {name} has no {feature} ({feature}={value}); try kernel='reference' or 'auto'")
     kernel = KERNELS[base].create(choice or None, q.dtype, deterministic=deterministic)
+    kernel = kernel.derive(asked=(choice or None, deterministic), **options)
     kernel.check(q, k, v)
-    return kernel.derive(asked=(choice, deterministic), **asked)
+    return kernel
 
 
 def split_kernel(name: str) -> tuple[str, str]:

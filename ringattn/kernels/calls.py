@@ -39,6 +39,9 @@ class Kernel(VisitKernel):
         calls_of = (self.for_backward() if backward else self).calls_of
         return [tuple(calls_of(join_repetitions(join_keys(visit.works)))) for visit in visits], ()
 
+    def single(self) -> Kernel:
+        return self
+
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return CallsPass(self, call, q, block)
 

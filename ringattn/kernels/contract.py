@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..plan.steps import Part
 from ..plan.visit import Visit
 from ..plan.work import Work
@@ -77,7 +78,7 @@ class KernelPass(ABC):
     """
 
     #: Whether ready visits of several virtual ranks on one device may be computed by one call of `launch`.
-    together: ClassVar[bool] = False
+    together: bool = False
     #: Passes with equal keys may share a launch.
     key: object = None
 
@@ -202,6 +203,10 @@ class VisitKernel(ABC):
         program, which the plan caches by rank, device and `key`.
         """
         return [None] * len(visits), None
+
+    def single(self) -> Any:
+        """The `base.Kernel` for single calls with these options, such as steps of a cache. Raises Unsupported."""
+        raise Unsupported(f"kernel {self.name} computes no steps of a cache; try kernel=auto")
 
     @abstractmethod
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:

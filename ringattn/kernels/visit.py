@@ -145,8 +145,9 @@ class VisitTriton(VisitKernel):
         if width > self.max_head_dim:
             raise Unsupported(f"kernel {self.name} takes head dims up to {WIDEST}, got {width}; try kernel=reference")
         if not interpreted:
+            width = min(width, WIDEST)
             self.tiles = choose_tiles(q.dtype, width, torch.cuda.get_device_capability(q.device))
-            if reason := self_test(q.device, q.dtype, min(width, WIDEST), self.tiles):
+            if reason := self_test(q.device, q.dtype, width, self.tiles):
                 raise Unsupported(f"kernel {self.name}: {reason}; try kernel=aten_cuda")
 
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
@@ -233,15 +234,16 @@ class Launch:
 class VisitPass(KernelPass):
     """One pass of `VisitTriton`. Padded keys are read from their columns, which are not computed."""
 
+    together = True
+
     def __init__(self, kernel: VisitTriton, call: CallData, q: Tensor, block: Tensors) -> None:
         self.kernel, self.call, self.q, self.block = kernel, call, q, block
-        self.together = True
         sizes = q.shape[0], q.shape[-1], block[1].shape[-1]
         self.key = kernel.key, kernel.softcap, kernel.dropout, call.scale, q.dtype, q.device, sizes
         self.centre = Centre(kernel, q, block[0], call.scale)
         self.first = EXTRA if kernel.padded else 0
         #: What all visits of a backward read of queries that stay; in any backward, of the last visit.
-        self._rows: tuple[Tensor | None, ...] = ()
+        self._rows: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     def new_sums(self, out: Tensor | None) -> Sums:
         if out is None:
@@ -295,8 +297,9 @@ class VisitPass(KernelPass):
         else:
             totals = *sums, sums[0]
         of_queries, of_keys = self._row_sets(visit)
-        q, *shift = self.centre.queries(q, of_queries)
-        tensors = *self._inputs(q, *block, of_keys), *totals, *(shift or [None]), *self._numbers(visit)
+        (q, *shifts), (k, v) = self.centre.queries(q, of_queries), block
+        shift = shifts[0] if shifts else None
+        tensors = *self._inputs(q, k, v, of_keys), *totals, shift, *self._numbers(visit)
         return self._launches(visit, ("forward", tensors))
 
     def _backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: Tensors, travel: Tensors) -> list[Launch]:
@@ -304,16 +307,17 @@ class VisitPass(KernelPass):
         if visit.first and self.kernel.padded:
             travel[0][..., : self.first] = 0.0  # no program writes these columns
         (dq,), (dk, dv) = (travel, stay) if visit.keys_stay else (stay, travel)
-        if not self._rows or visit.keys_stay:
-            lse, *centre = self.centre.rows(rows.q, rows.lse, of_queries)
+        if self._rows is None or visit.keys_stay:
+            lse, *keys = self.centre.rows(rows.q, rows.lse, of_queries)
             lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf)
-            centre = [x[:, :, :1, self.first :] for x in centre] or [None]
-            self._rows = as_dtype(rows.grad, rows.q.dtype), lse2, self._delta(rows), *centre
-        grad, lse2, number, centre_key = self._rows
-        q, k, v = self._inputs(rows.q, *block, of_keys)
+            key = keys[0][:, :, :1, self.first :] if keys else None
+            self._rows = as_dtype(rows.grad, rows.q.dtype), lse2, self._delta(rows), key
+        grad, lse2, number, key = self._rows
+        k, v = block
+        q, k, v = self._inputs(rows.q, k, v, of_keys)
         read, numbers = (q, k, v, grad, lse2, number), self._numbers(visit)
         dq, dk = dq[..., self.first :], dk[..., self.first :]
-        return self._launches(visit, ("dq", (*read, dq, centre_key, *numbers)), ("dkv", (*read, dk, dv, *numbers)))
+        return self._launches(visit, ("dq", (*read, dq, key, *numbers)), ("dkv", (*read, dk, dv, *numbers)))
 
     def _launches(self, visit: Visit, *named: tuple[str, tuple[Tensor | None, ...]]) -> list[Launch]:
         table: VisitTables = visit.table

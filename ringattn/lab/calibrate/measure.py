@@ -120,7 +120,7 @@ def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Ca
     the dtype.
     """
     probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
-    kernel = get_kernel(settings.kernel, probe, probe, probe)
+    kernel = get_kernel(settings.kernel, probe, probe, probe).single()
     if ranks.device.type == "cpu" and ranks.nodes == 1:  # a link between nodes does not slow down with the cores
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
     cases = list_cases(settings.rows, ranks.size) if ranks.size > 1 else []

@@ -96,7 +96,7 @@ def sample(plan: Plan, source: RowSource, *, rows: list[int], checkpoint: Checkp
         report.visits_expected += len(expect(plan.pattern, plan.layout, mine, plan.heads, wanted))
     places = [range(row, row + 1) for row in order]
     q = torch.cat([source.rows("q", place) for place in places], 2)
-    kernel = AuditingKernel(get_kernel("auto", q, q, q), source, plan.layout, ledger)
+    kernel = AuditingKernel(get_kernel("auto", q, q, q).single(), source, plan.layout, ledger)
     scale, factor = plan.head_dim**-0.5, plan.pattern.output_scale
     out = torch.zeros(1, plan.heads, len(order), plan.value_dim, dtype=q.dtype, device="cpu")
     lse = torch.full(out.shape[:3], -torch.inf, dtype=q.dtype, device="cpu")

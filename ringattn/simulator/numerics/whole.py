@@ -264,7 +264,7 @@ def whole(
     mine = range(plan.ranks) if ranks is None else sorted(set(ranks))
     scale = plan.head_dim**-0.5
     one = source.rows("q", range(1))
-    plain = get_kernel("auto", one, one, one)
+    plain = get_kernel("auto", one, one, one).single()
     # In fp32: the rounding of a sum over all keys.
     tolerance = TOLERANCE if plan.dtype == "float64" else torch.finfo(torch.float32).eps * (8 + plan.tokens**0.5)
     report = NumericsReport(plan, "all", ranks=len(mine), tolerance=tolerance)

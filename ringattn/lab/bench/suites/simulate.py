@@ -76,7 +76,7 @@ def _make_virtual_ranks(context: Context) -> Run:
     plan, backward = _plan(context), context.settings["backward"]
     source = TensorSource.of(make_source(plan))
     row = source.rows("q", range(1))
-    kernel = get_kernel("auto", row, row, row)
+    kernel = get_kernel("auto", row, row, row).single()
     groups = [*make_groups(plan, range(plan.ranks), backward=backward)]
 
     def run() -> list[Outcome]:
