@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .call.graph_op import save_attention_policy as save_attention_policy
     from .call.planner import make_plan as make_plan
     from .call.planner import make_plans as make_plans
+    from .call.rows import Rows as Rows
     from .errors import CommFailure as CommFailure
     from .errors import InvalidInput as InvalidInput
     from .errors import LaunchLimit as LaunchLimit
@@ -93,6 +94,7 @@ _NAMES = {
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
+    "call.rows": "Rows",
     "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",

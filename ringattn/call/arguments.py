@@ -15,6 +15,7 @@ from ..dtypes import ITEM_BYTES, check_type, dtype_name, take_numbers
 from ..errors import InvalidInput
 from ..kernels.memory import is_dense, kind_of, out_of_memory
 from ..text import did_you_mean, plural
+from .rows import Rows
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -192,7 +193,12 @@ def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
     """
     kind = ""
     for x in tensors:
-        if isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
+        if isinstance(x, Rows):
+            rows = cast_inputs(*x.tensors, *x.weights)
+            tensors = tuple(
+                x.replaced(rows[: len(x.tensors)], rows[len(x.tensors) :]) if y is x else y for y in tensors
+            )
+        elif isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
             return tuple(map(_cast, tensors))
     return tensors
 

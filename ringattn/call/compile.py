@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..cache import Cache, cached
-from ..dtypes import check_type, dtype_name
+from ..dtypes import ITEM_BYTES, check_type, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import Kernel, positive
+from ..kernels.contract import VisitKernel
+from ..kernels.memory import differentiable
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
@@ -34,6 +37,7 @@ from .arguments import (
     read_dropout,
 )
 from .planner import PLANS, find_plan
+from .rows import Rows
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -83,20 +87,40 @@ class CompiledCall:
         """Estimate the bytes of memory of this call, including the plans in its cache."""
         return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
 
-    def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, changed so that no query attends to keys where `mask` is True."""
-        if self.column is None or mask is None:
-            return q, k, v
-        return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
+    def hide(self, q: Tensor, k: Any, v: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return q, k and v, changed so that no query attends to keys where `mask` is True.
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as kernels take them: padded keys hidden, and a negative scale replaced by a positive one.
-
-        `mask` is True for padding. For a negative scale, q changes its sign.
+        For Rows k, their tensors and weights follow q; after the tensors a flag for each row, see `Expanding`.
         """
-        if mask is not None:
-            q, k, v = self.hide(q, k, v, mask)
-        return (q if self.sign == 1 else q * self.sign), k, v
+        column = self.column if self.column is None or self.scale > 0 else -self.column
+        if isinstance(k, Rows):
+            if column is None or mask is None:
+                return q, *k.tensors, *k.weights
+            flags = mask[:, None, :, None]
+            hidden = (x.masked_fill(flags, 0) if differentiable((x,)) else x for x in k.tensors)
+            return pad(q, (EXTRA, 0), value=column), *hidden, flags, *k.weights
+        assert v is not None
+        return (q, k, v) if column is None or mask is None else hide_keys(q, k, v, mask, column)
+
+    def prepare(self, q: Tensor, k: Any, v: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """As `hide`, and a negative scale is replaced by a positive one: q changes its sign."""
+        q, *others = self.hide(q, k, v, mask)
+        return (q if self.sign == 1 else q * self.sign), *others
+
+    def expanding(self, kernel: Kernel, rows: Any) -> VisitKernel:
+        """The kernel that expands `rows` at each visit and then computes as `kernel`; `kernel` itself if they are k."""
+        if not isinstance(rows, Rows):
+            return kernel
+        from ..kernels.expand import CHUNK_BYTES, Expanding  # few calls expand rows
+
+        sizes = self.sizes
+        per_row = (
+            sizes["batch"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["value_dim"]) * ITEM_BYTES[sizes["dtype"]]
+        )
+        chunk = rows.chunk or max(CHUNK_BYTES // max(per_row, 1), 1)
+        group = sizes["heads"] // sizes["kv_heads"]
+        assert rows.expand is not None
+        return Expanding(kernel, rows.expand, group, chunk, self.column, rows.takes_heads)
 
     @property
     def chooses(self) -> bool:
@@ -138,8 +162,8 @@ _calls = Cache(PLANS, lambda call: int(call.kept_bytes), grows=True)
 
 def compile_call(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Rows,
+    v: Tensor | None,
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
@@ -151,7 +175,13 @@ def compile_call(
     tensors are equal, unless the pattern depends on the values of tensors. `named` are keyword arguments of `_compile`.
     Raises InvalidInput or Unsupported if the arguments cannot be used.
     """
-    make = partial(_compile, q, k, v, pattern, layout, options, **named)
+    rows = k if isinstance(k, Rows) else None
+    block: tuple[Any, ...] = (k, v)
+    if rows is not None:
+        rows.check()
+        k, v = rows.sample()
+        block = (*rows.tensors, any(x.requires_grad for x in rows.weights), k, v)
+    make = partial(_compile, q, k, v, pattern, layout, options, rows=rows, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
     switches = _read_switches()
@@ -161,7 +191,7 @@ def compile_call(
             (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
             if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
             else x
-            for x in (q, k, v, *named.values())
+            for x in (q, *block, *named.values())
         ],
         *(pattern, layout, torch.is_grad_enabled(), switches, *named, *map(type, named.values())),
         *(*options, *options.values(), *map(type, options.values())),
@@ -190,19 +220,23 @@ def _read_switches() -> tuple[object, ...]:
 
 def _compile(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Any,
+    v: Any,
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
     *,
+    rows: Rows | None = None,
     q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     device: torch.device | None = None,
 ) -> CompiledCall:
-    """`compile_call` without its cache. `device` is the device to compute on; None: that of the tensors."""
+    """`compile_call` without its cache. `device` is the device to compute on; None: that of the tensors.
+
+    With `rows`, k and v are a sample of what these give.
+    """
     check_option_names(options, OPTION_NAMES)
     given = AttentionOptions(**options)
     check_type("return_lse", return_lse, "bool")
@@ -217,13 +251,17 @@ def _compile(
     layout = layout_name(layout) if isinstance(layout, str) else layout
     if isinstance(q_layout, str):
         q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
+    needs_grad = any(x.requires_grad for x in ((q, k, v) if rows is None else (q, *rows.tensors, *rows.weights)))
+    if rows is not None:  # keys and values of the rows, which nobody makes as a whole
+        batch, _, tokens, _ = rows.tensors[0].shape
+        k, v = (_stand_in(x, x.device, (batch, x.shape[1], tokens, x.shape[3]), grad=needs_grad) for x in (k, v))
     check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)
     check_padding(key_padding_mask, k)
     device = q.device if device is None else device
     resolved = _resolve(given, q.shape[3])
     assert resolved.scale is not None
-    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    requires_grad = torch.is_grad_enabled() and needs_grad
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
     if pattern.varies:
         kernel = kernel.derive(varies=True)
@@ -235,6 +273,8 @@ def _compile(
         "dtype": dtype_name(q.dtype),
         "batch": q.shape[0],
     }
+    if rows is not None:
+        sizes["block"] = (*rows.sizes, (1, 1, "bool")) if column is not None else rows.sizes
     if return_lse and requires_grad:
         _check_lse(kernel, max(sizes["head_dim"], sizes["value_dim"]))
     sign, factor = positive(resolved.scale)
@@ -294,7 +334,8 @@ def _get_kernel(
         column = hidden_column(options.scale, q.dtype)
     if padded or device != q.device:  # the kernel will get other tensors, which do not exist yet
         wider = (EXTRA, EXTRA, 0) if padded else (0, 0, 0)
-        q, k, v = (_stand_in(x, device, more) for x, more in zip((q, k, v), wider, strict=True))
+        shapes = [(*x.shape[:3], x.shape[3] + more) for x, more in zip((q, k, v), wider, strict=True)]
+        q, k, v = (_stand_in(x, device, shape) for x, shape in zip((q, k, v), shapes, strict=True))
     dropout = read_dropout(options.dropout)
     kernel = get_kernel(
         options.kernel, q, k, v, deterministic=options.deterministic, softcap=options.softcap, dropout=dropout
@@ -302,10 +343,10 @@ def _get_kernel(
     return kernel.derive(padded=True) if padded else kernel, column
 
 
-def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
-    """A tensor that takes no memory, on `device`, with the dtype and shape of x and `more` extra columns."""
-    shape = (*x.shape[:3], x.shape[3] + more)
-    return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
+def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:
+    """A tensor that takes no memory, on `device`, with the dtype of x, and `requires_grad` as x or `grad`."""
+    made = torch.empty((), dtype=x.dtype, device=device).expand(tuple(shape))
+    return made.requires_grad_(made.is_floating_point() and (x.requires_grad if grad is None else grad))
 
 
 def _check_lse(kernel: Kernel, width: int) -> None:

@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Unsupported
 from ..layout.regular import DEFAULT_LAYOUT, Layout
-from ..pattern import Pattern
 from ..pattern.base import check_integer
 from ..text import shown
 from ..transport.base import Program, drive
@@ -23,6 +22,7 @@ from .arguments import cast_inputs
 from .autograd import Runner, compilable
 from .compile import compile_call
 from .handshake import agree, announce, announces
+from .rows import Rows, read_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,9 @@ T = TypeVar("T")
 @compilable
 def ring_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     layout: str | Layout,
     q_layout: str | Layout | None = None,
@@ -59,7 +59,8 @@ def ring_attention(
 
     q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
     order. H is a multiple of K. q, k and v have one dtype: fp64, fp32, bf16 or fp16. Under autocast q, k and v are
-    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does.
+    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does. `Rows` may take the place
+    of k and v, `ring_attention(q, rows, pattern, layout=...)`: tensors that travel, and are expanded at the visit.
 
     pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
@@ -93,18 +94,19 @@ def ring_attention(
     ring = get_transport(group, mesh, transport)
     with one_thread(report := ErrorReport(ring, "call", deferred=ring.defers(options.get("check")))):
         with report:
+            k, v, pattern = read_arguments(k, v, pattern)
             q, k, v = cast_inputs(q, k, v)
             call = compile_call(
                 q, k, v, pattern, layout, options,
                 q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
             )  # fmt: skip
             ring.check(call.device)
-            q, k, v = call.prepare(q, k, v, key_padding_mask)
+            q, *tensors = call.prepare(q, k, v, key_padding_mask)
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            runner = Runner(call, plan, kernel, sinks, ring, number, deferred)
-        result = runner.run(q, k, v)
+            runner = Runner(call, plan, call.expanding(kernel, k), sinks, ring, number, deferred)
+        result = runner.run(q, *tensors)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
     return result
@@ -131,9 +133,9 @@ def one_thread(report: ErrorReport) -> Iterator[None]:
 
 def positions(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     layout: str | Layout,
     group: ProcessGroup | DeviceMesh | None = None,
@@ -148,6 +150,7 @@ def positions(
     """
     ring = get_transport(group, mesh, transport)
     with ErrorReport(ring, "positions"):
+        k, v, pattern = read_arguments(k, v, pattern)
         q, k, v = cast_inputs(q, k, v)
         call = compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
         ring.check(call.device)
@@ -170,9 +173,9 @@ def synchronize(
 @compilable
 def virtual_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
@@ -193,6 +196,7 @@ def virtual_attention(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer):
         raise InvalidInput(f"ranks must be an integer >= 1, got {shown(ranks)}")
+    k, v, pattern = read_arguments(k, v, pattern)
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
@@ -204,19 +208,19 @@ def virtual_attention(
             f"check={call.options.check!r}: virtual ranks share one process and have nothing to compare; leave check "
             "out"
         )
-    q, k, v = call.prepare(q, k, v, key_padding_mask)
+    q, *tensors = call.prepare(q, k, v, key_padding_mask)
     # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
     chosen = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
     plan = call.plan(call.rows, call.q_rows, int(ranks), *chosen)
-    return Runner(call, plan, call.kernel.seeded(), sinks).run(q, k, v)
+    return Runner(call, plan, call.expanding(call.kernel.seeded(), k), sinks).run(q, *tensors)
 
 
 @compilable
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     kernel: str = "auto",
     scale: float | None = None,
@@ -274,6 +278,9 @@ def attention(
         )
     from .offload import check_chunk, get_device, make_offload  # few programs offload
 
+    k, v, pattern = read_arguments(k, v, pattern)
+    if isinstance(k, Rows):
+        raise Unsupported("offload='host' copies k and v, not Rows to expand; pass k and v, or leave out offload=")
     check_chunk(chunk)
     where = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -13,16 +13,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..kernels.contract import CallData, KernelPass, QueryRows, VisitKernel
-from ..kernels.memory import align_rows, as_dtype, wide_zeros
+from ..kernels.contract import CallData, KernelPass, QueryRows, Tensors, VisitKernel
+from ..kernels.memory import align_rows, as_dtype, differentiable, wide_zeros
 from ..plan.plan import Plan
 from ..plan.steps import Part
 from ..transport.base import Program
 from .buffers import find_places
 from .program import NumberedVisit, RingRun
 
-#: (dq, dk, dv).
-Gradients = tuple[Tensor, Tensor, Tensor]
 #: The tensors of a visit, as arguments of the kernel.
 TensorsOf = Callable[[NumberedVisit], tuple[Any, ...]]
 
@@ -44,7 +42,7 @@ class Job:
     cast_grads: bool = True
     sinks: Tensor | None = None
 
-    def begin(self, q: Tensor, k: Tensor, v: Tensor, *, stays: Literal["q", "kv"]) -> KernelPass:
+    def begin(self, q: Tensor, block: Tensors, *, stays: Literal["q", "kv"]) -> KernelPass:
         """The kernel in one pass of this rank; `stays` is "q" if keys visit, and "kv" if queries visit."""
         plan, owner = self.plan.ring_plan(self.rank)
         call = CallData(
@@ -56,7 +54,7 @@ class Job:
             self.lse,
             self.own_sinks,
         )
-        return self.kernel.begin(call, q, (k, v))
+        return self.kernel.begin(call, q, block)
 
     @property
     def heads(self) -> range:
@@ -79,12 +77,15 @@ class Job:
         """
         return self.plan.comm_dtype is None and not self.lse
 
-    def cast(self, gradients: Gradients, like: Gradients) -> Gradients:
-        """The gradients in the dtypes of the inputs, unless the job keeps them as they were summed."""
+    def cast(self, gradients: Tensors, *inputs: Tensor) -> Tensors:
+        """The gradients in the dtypes of the inputs, unless the job keeps them as they were summed.
+
+        Gradients of weights follow; they stay as they were summed, because virtual ranks add them up.
+        """
         if not self.cast_grads:
             return gradients
-        dq, dk, dv = (as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=True))
-        return dq, dk, dv
+        like = differentiable(inputs)
+        return *(as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=False)), *gradients[len(like) :]
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ def turn(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool
         yield from run.wait(step)
 
 
-def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
+def forward(job: Job, run: RingRun, q: Tensor, block: Tensors, out: Tensor | None) -> Program[ForwardResult]:
     """Attention of the local queries to the keys of all ranks, written to `out` if given."""
-    q, k, v = map(align_rows, (q, k, v))
-    run.give(run.program.own["kv"], (k, v))
-    kernel = job.begin(q, k, v, stays="q")
+    q, *own = map(align_rows, (q, *block))
+    run.give(run.program.own["kv"], own)
+    kernel = job.begin(q, tuple(own), stays="q")
     sums = kernel.new_sums(out)
 
     def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
@@ -131,16 +132,17 @@ def forward(job: Job, run: RingRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 
 
 def backward(
-    job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
-) -> Program[Gradients]:
+    job: Job, run: RingRun, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, result: ForwardResult
+) -> Program[Tensors]:
     """(dq, dk, dv) from dO and, if given, the gradient of lse; dk and dv travel to the owner of their block.
 
-    With the lse of whole rows the weights of each visit are final, so that gradients of visits add up.
+    With the lse of whole rows the weights of each visit are final, so that gradients of visits add up. Of another block
+    than (k, v), the gradients of its tensors that have one, and then those of the weights that expand it.
     """
-    grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
-    kernel = job.begin(q, k, v, stays="q")
-    stay, travel = kernel.new_grads(), (wide_zeros(k), wide_zeros(v))
-    run.give(run.program.own["kv"], (k, v))
+    grad, out, q, *own = map(align_rows, (grad, result.out, q, *block))
+    kernel = job.begin(q, tuple(own), stays="q")
+    stay, travel = kernel.new_grads(), tuple(map(wide_zeros, differentiable(own)))
+    run.give(run.program.own["kv"], own)
     run.give(run.program.saved, result.saved)
     run.give(run.program.sums["grad"], travel)
     rows = QueryRows(grad, q, result.lse, out=out, grad_lse=grad_lse)
@@ -149,5 +151,5 @@ def backward(
         return rows, run.get(visit.block), stay, run.get(visit.sums)
 
     yield from turn(run, kernel, tensors, backward=True)
-    (dq,) = kernel.finish_grads(stay)
-    return job.cast((dq, *travel), inputs)
+    dq, *of_weights = kernel.finish_grads(stay)
+    return job.cast((dq, *travel, *of_weights), q, *own)
