@@ -193,17 +193,14 @@ def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
     """
     kind = ""
     for x in tensors:
-        if isinstance(x, Rows):
-            rows = cast_inputs(*x.tensors, *x.weights)
-            tensors = tuple(
-                x.replaced(rows[: len(x.tensors)], rows[len(x.tensors) :]) if y is x else y for y in tensors
-            )
-        elif isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
+        if isinstance(x, Tensor) and x.device.type != kind and _enabled(kind := x.device.type):
             return tuple(map(_cast, tensors))
     return tensors
 
 
 def _cast(x: Any) -> Any:
+    if isinstance(x, Rows):
+        return x.replaced(tuple(map(_cast, x.tensors)), tuple(map(_cast, x.weights)))
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)) if _enabled(x.device.type) else x

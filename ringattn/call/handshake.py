@@ -220,7 +220,9 @@ def _spell(call: CompiledCall) -> bytes:
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
         "block": None,
-        **call.sizes,  # before the scale, which depends on the head dim, which depends on the mask
+        **{
+            name: x if name != "block" else repr(x) for name, x in call.sizes.items()
+        },  # before the scale, which depends on the head dim, which depends on the mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
         "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),

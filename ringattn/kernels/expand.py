@@ -27,8 +27,8 @@ CHUNK_BYTES = 1 << 27
 class Chunk:
     """Part of a visit: the keys and values of some rows of a block, which are expanded together.
 
-    `rows` are those of the block. In `visit`, works count from the first of them. `part` names these rows, with the
-    key/value heads of the rank.
+    `rows` are those of the block of keys, which stay if queries visit. In `visit`, works count from the first of them.
+    `part` names these rows of a block of keys that visits, with the key/value heads of the rank.
     """
 
     rows: slice
@@ -190,7 +190,8 @@ class ExpandingPass(KernelPass):
         """The pass of the inner kernel; if queries visit, one whose keys that stay are those of the chunk."""
         if self.call.stays.kind == "q":
             return self.inner
-        return self.kernel.inner.begin(replace(self.call, stays=chunk.part), self.q, expanded)
+        stays = chunk.part._replace(owner=self.call.stays.owner)
+        return self.kernel.inner.begin(replace(self.call, stays=stays), self.q, expanded)
 
     def _expand(self, rows: Tensors) -> Pair:
         """k and v of these rows for the heads of this rank, with hidden keys where a row is padding."""
