@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import nn as nn
     from . import train as train
+    from .call.chosen import top_keys as top_keys
     from .call.functional import attention as attention
     from .call.functional import ring_attention as ring_attention
     from .call.functional import synchronize as synchronize
@@ -95,6 +96,7 @@ _NAMES = {
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
     "call.rows": "Rows",
+    "call.chosen": "top_keys",
     "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",

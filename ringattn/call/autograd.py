@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from inspect import signature
 from itertools import islice
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import cache
-from ..kernels.contract import VisitKernel
+from ..kernels.chosen import move_rows
+from ..kernels.contract import Chosen, VisitKernel
 from ..kernels.memory import as_dtype, differentiable, empty
 from ..kernels.pad import HIDDEN
 from ..kernels.softmax import sinks_gradient
@@ -51,6 +52,8 @@ class Runner:
     transport: Transport | None = None
     number: int = 0
     deferred: bool = False
+    #: The keys that the queries have chosen, [B, groups, n, k].
+    chosen: Tensor | None = None
 
     @cached_property
     def count(self) -> int:
@@ -73,7 +76,20 @@ class Runner:
     def job(self, rank: int, weights: Tensors = ()) -> Job:
         """The `Job` of a rank: its plan, kernel and options, as the executor needs them."""
         kernel = self.kernel.derive(weights=weights) if weights else self.kernel
-        return Job(self.plan, rank, kernel, self.call.factor, self.call.return_lse, sinks=self.sinks)
+        chosen = None if self.chosen is None else self._chosen[rank if self.transport is None else 0]
+        return Job(self.plan, rank, kernel, self.call.factor, self.call.return_lse, sinks=self.sinks, chosen=chosen)
+
+    @cached_property
+    def _chosen(self) -> list[Chosen]:
+        """The chosen keys of each rank that this process computes, for each query head."""
+        assert self.chosen is not None and self.call.chosen is not None
+        layout, keys, whole = self.plan.layout_of("q"), self.chosen, Chosen(self.chosen, self.call.chosen[-1])
+        if self.plan.stacked:
+            whole = replace(whole, stride=self.plan.stride)
+            keys = layout.stack(move_rows(keys, whole.blocks))
+        group = self.plan.heads // keys.shape[1]
+        shards = [keys] if self.transport is not None else layout.shard_all(keys)
+        return [replace(whole, keys=x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)) for x in shards]
 
     def forward(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
         """out and lse; with `save` also the tensors that the backward starts from."""
@@ -161,7 +177,7 @@ class Attention(torch.autograd.Function):
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
-        ctx.runner, ctx.padded = runner, floor is not None
+        ctx.runner, ctx.empty = runner, floor is not None or runner.chosen is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sinks, result.out, result.lse, q, *tensors, *result.saved)
         # Not views of larger tensors, which must not be modified in place.
@@ -179,7 +195,7 @@ class Attention(torch.autograd.Function):
         (sinks, out, lse, q), (_, needs_sinks, *needs), count = tensors[:4], ctx.needs_input_grad, ctx.runner.count
         block, given, saved = tensors[4 : 4 + count], tensors[4 + count : 3 + len(needs)], tensors[3 + len(needs) :]
         grad = torch.zeros_like(out) if grad is None else grad
-        if ctx.padded:
+        if ctx.empty:
             # The kernels compute these rows, too. A huge lse makes their weights exp(-huge) = 0.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)

@@ -24,12 +24,13 @@ from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
-from ..plan.schedules import resolve
+from ..plan.schedules import resolve, split_ulysses
 from ..plan.steps import PlanSizes, parse_rotate
 from ..transport.base import CHECKS
 from .arguments import (
     OPTION_NAMES,
     AttentionOptions,
+    check_chosen,
     check_option_names,
     check_sinks,
     check_tensors,
@@ -72,6 +73,8 @@ class CompiledCall:
     scale: float
     sign: float
     factor: float
+    #: (groups, k, positions of a block) of the chosen keys; None if queries attend to all keys that they see.
+    chosen: tuple[int, int, int] | None
     #: The number that hides padded keys, see `hide_keys`; None without a mask.
     column: float | None
     #: Rows with lse below this number have seen padded keys only; None without a mask.
@@ -230,6 +233,8 @@ def _compile(
     q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     device: torch.device | None = None,
 ) -> CompiledCall:
@@ -260,6 +265,9 @@ def _compile(
     check_padding(key_padding_mask, k)
     device = q.device if device is None else device
     resolved = _resolve(given, q.shape[3])
+    choice = check_chosen(chosen, block, q)
+    if choice is not None:
+        vars(resolved).update(_resolve_chosen(resolved))
     assert resolved.scale is not None
     requires_grad = torch.is_grad_enabled() and needs_grad
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
@@ -295,6 +303,7 @@ def _compile(
         scale=resolved.scale,
         sign=sign,
         factor=factor,
+        chosen=choice,
         column=column,
         floor=None if column is None else -EXTRA * abs(resolved.scale) * column**2 / 2,
     )
@@ -322,6 +331,18 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
         dropout=read_dropout(options.dropout) or 0.0,
     )
     return resolved
+
+
+def _resolve_chosen(options: AttentionOptions) -> dict[str, Any]:
+    """The options that chosen keys determine. Raises Unsupported for others."""
+    if options.kernel not in ("auto", "reference"):
+        raise Unsupported(f"kernel {options.kernel} takes no chosen keys; try kernel='reference' or 'auto'")
+    if split_ulysses(options.schedule)[0] > 1 or options.schedule.startswith("ulysses"):
+        raise Unsupported(f"schedule={options.schedule!r} with chosen= would move the choices; try schedule='ring'")
+    if "q" in parse_rotate(options.rotate, both=True):
+        raise Unsupported(f"rotate={options.rotate!r} with chosen= would move the choices; try rotate='kv'")
+    schedule = "ring" if options.schedule == "auto" else options.schedule
+    return {"kernel": "reference", "schedule": schedule, "rotate": "kv"}
 
 
 def _get_kernel(

@@ -52,6 +52,8 @@ def ring_attention(
     transport: Transport | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
@@ -77,6 +79,10 @@ def ring_attention(
     sinks: [H], on all ranks or on none: per head, the logit of an extra key with value 0 that every row sees, as in
         gpt-oss. Differentiable. The pattern `Sinks` is something else: it lets rows see the first tokens. Values are
         not checked: -inf gives the key no weight, inf gives it all weight (out 0, lse 1e30), NaN makes out NaN.
+    chosen: the keys to which each query attends, among those that it sees by the pattern: positions, int32 or int64
+        [B, groups, n, k], -1 for none, on all ranks or on none; `ringattn.top_keys` chooses them. With `block`, the
+        numbers of blocks of that many positions. Each group is as many adjacent query heads. Computed by kernel
+        "reference" and pass-KV, not with ulysses.
     return_lse: also return the log-sum-exp of the scaled logits, including the sink's.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
         `dropout` and `check`, see `call.arguments.AttentionOptions`.
@@ -98,14 +104,15 @@ def ring_attention(
             q, k, v = cast_inputs(q, k, v)
             call = compile_call(
                 q, k, v, pattern, layout, options,
-                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+                return_lse=return_lse,
             )  # fmt: skip
             ring.check(call.device)
             q, *tensors = call.prepare(q, k, v, key_padding_mask)
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            runner = Runner(call, plan, call.expanding(kernel, k), sinks, ring, number, deferred)
+            runner = Runner(call, plan, call.expanding(kernel, k), sinks, ring, number, deferred, chosen)
         result = runner.run(q, *tensors)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
@@ -182,6 +189,8 @@ def virtual_attention(
     q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
@@ -201,7 +210,8 @@ def virtual_attention(
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
         q, k, v, pattern, cut, options,
-        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+        return_lse=return_lse,
     )  # fmt: skip
     if call.options.check is not None:
         raise InvalidInput(
@@ -210,9 +220,9 @@ def virtual_attention(
         )
     q, *tensors = call.prepare(q, k, v, key_padding_mask)
     # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
-    chosen = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
-    plan = call.plan(call.rows, call.q_rows, int(ranks), *chosen)
-    return Runner(call, plan, call.expanding(call.kernel.seeded(), k), sinks).run(q, *tensors)
+    layouts = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
+    plan = call.plan(call.rows, call.q_rows, int(ranks), *layouts)
+    return Runner(call, plan, call.expanding(call.kernel.seeded(), k), sinks, chosen=chosen).run(q, *tensors)
 
 
 @compilable
@@ -229,6 +239,8 @@ def attention(
     dropout: float | Dropout = 0.0,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     first: int | None = None,
     offload: str | None = None,
@@ -266,8 +278,8 @@ def attention(
                 )
         return virtual_attention(
             q, k, v, pattern,
-            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
-            **options,
+            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+            return_lse=return_lse, **options,
         )  # fmt: skip
     if first is not None:
         raise InvalidInput(f"first={first}: with offload= the queries are at the positions of the keys; leave out one")
@@ -279,6 +291,8 @@ def attention(
     from .offload import check_chunk, get_device, make_offload  # few programs offload
 
     k, v, pattern = read_arguments(k, v, pattern)
+    if chosen is not None:
+        raise Unsupported("offload='host' takes no chosen keys; leave out one")
     if isinstance(k, Rows):
         raise Unsupported("offload='host' copies k and v, not Rows to expand; pass k and v, or leave out offload=")
     check_chunk(chunk)

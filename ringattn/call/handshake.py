@@ -219,6 +219,7 @@ def _spell(call: CompiledCall) -> bytes:
     record = {
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
+        "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
         "block": None,
         **{
             name: x if name != "block" else repr(x) for name, x in call.sizes.items()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
-from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
 from .dropout import key_steps, row_streams
 from .memory import wide_zeros
 from .pad import delta, times_unit, with_column, with_delta
@@ -31,6 +31,8 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
+    #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
+    chosen: tuple[Tensor, Tensor, Chosen] | None = None
 
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the rows without a pair."""
@@ -211,20 +213,25 @@ class CallsPass(KernelPass):
         return False
 
     def _choose_kernels(self, visit: Visit) -> Callable[[Work, slice | None], Kernel] | None:
-        """With dropout, a function that returns the kernel for each call of a visit."""
-        dropout, call = self.kernel.dropout, self.call
-        if dropout is None:
+        """With dropout or chosen keys, a function that returns the kernel for each call of a visit."""
+        dropout, call, chosen = self.kernel.dropout, self.call, self.call.chosen
+        if dropout is None and chosen is None:
             return None
-        assert dropout.seed is not None
         queries, keys = (visit.part, call.stays) if visit.keys_stay else (call.stays, visit.part)
         (heads, rows), (kv_heads, columns) = call.places(queries), call.places(keys)
-        batch = len(self.q)
-        streams = RowViews(row_streams(dropout.seed, batch, heads + call.heads.start, rows))
-        steps = RowViews(key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1))
+        batch, by_row = len(self.q), [] if chosen is None else [chosen.keys]
+        by_key = RowViews(columns.expand(batch, len(kv_heads), -1).unsqueeze(-1))
+        if dropout is not None:
+            assert dropout.seed is not None
+            by_row.append(row_streams(dropout.seed, batch, heads + call.heads.start, rows))
+        by_row_views = RowViews(*by_row)
 
         def choose(work: Work, elements: slice | None) -> Kernel:
-            of_rows, of_keys = select_inputs(work, elements, streams, steps)
-            return self.kernel.derive(numbers=(*of_rows, *of_keys))
+            of_rows, (positions,) = select_inputs(work, elements, by_row_views, by_key)
+            return self.kernel.derive(
+                numbers=None if dropout is None else (of_rows[-1], key_steps(positions)),
+                chosen=None if chosen is None else (of_rows[0], positions, chosen),
+            )
 
         return choose
 

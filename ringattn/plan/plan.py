@@ -121,6 +121,11 @@ class Plan(PlanSizes):
         """Whether the batch rows are planned as one long sequence, joined end to end."""
         return self.layout.stacked > 1
 
+    @property
+    def stride(self) -> int:
+        """The positions of a batch row in a plan that joins batch rows: row i begins at position i * stride."""
+        return max(_end(layout.base) for layout in (self.layout, self.q_layout) if layout is not None)
+
     @cached_property
     def output_scale(self) -> float:
         """The factor by which the output is multiplied, see `Pattern.output_scale`."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..kernels.contract import CallData, KernelPass, QueryRows, Tensors, VisitKernel
+from ..kernels.contract import CallData, Chosen, KernelPass, QueryRows, Tensors, VisitKernel
 from ..kernels.memory import align_rows, as_dtype, differentiable, wide_zeros
 from ..plan.plan import Plan
 from ..plan.steps import Part
@@ -31,7 +31,7 @@ class Job:
 
     `lse`: whether the loss of any rank may depend on lse; all ranks give the same value. With `cast_grads=False`,
     gradients keep the dtype in which they were summed. `sinks` [H] are merged into the output, see
-    `softmax.merge_sinks_`.
+    `softmax.merge_sinks_`. `chosen` are the keys that the rank's queries have chosen.
     """
 
     plan: Plan
@@ -41,6 +41,7 @@ class Job:
     lse: bool = False
     cast_grads: bool = True
     sinks: Tensor | None = None
+    chosen: Chosen | None = None
 
     def begin(self, q: Tensor, block: Tensors, *, stays: Literal["q", "kv"]) -> KernelPass:
         """The kernel in one pass of this rank; `stays` is "q" if keys visit, and "kv" if queries visit."""
@@ -53,6 +54,7 @@ class Job:
             "factor" if self.sends_factor else "delta",
             self.lse,
             self.own_sinks,
+            self.chosen,
         )
         return self.kernel.begin(call, q, block)
 

@@ -29,6 +29,8 @@ class LatentCase:
     options: dict[str, Any] = field(default_factory=dict)
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    chosen: Tensor | None = None
+    block: int = 1
     chunk: int | None = None
     seed: int = 0
 
@@ -62,6 +64,12 @@ class LatentCase:
         seen = seen.expand(len(q), *seen.shape[-3:])
         if self.mask is not None:
             seen = seen & ~self.mask[:, None, None, :]
+        if self.chosen is not None:
+            blocks = -(-self.tokens // self.block)
+            table = torch.zeros(*self.chosen.shape[:3], blocks + 1, dtype=torch.bool)
+            table.scatter_(-1, torch.where(self.chosen < 0, blocks, self.chosen), True)
+            marked = table[..., torch.arange(self.tokens) // self.block]
+            seen = seen & marked.repeat_interleave(q.shape[1] // marked.shape[1], 1)
         scores = scores.masked_fill(~seen, -torch.inf)
         columns = scores.shape[-1]
         if self.sinks is not None:
@@ -83,8 +91,9 @@ class LatentCase:
         given = ra.Rows(*rows, expand=self.expand, weights=weights, chunk=self.chunk)
         options = {**self.options, **more}
         out, lse = ra.virtual_attention(
-            q, given, self.pattern, key_padding_mask=self.mask, sinks=sinks, return_lse=True, **options
-        )
+            q, given, self.pattern, key_padding_mask=self.mask, sinks=sinks, chosen=self.chosen, block=self.block,
+            return_lse=True, **options,
+        )  # fmt: skip
         grad, grad_lse = self.cotangents(out, lse)
         loss = (out * grad).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * grad_lse).sum()
         return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
