@@ -15,7 +15,7 @@ from ..kernels.memory import is_dense, wide
 from ..layout.regular import Layout
 from ..pattern import Pattern
 from ..pattern.base import check_integer
-from ..plan.schedules import split_ulysses
+from ..plan.schedules import resolve
 from ..runtime.passes import forward
 from ..runtime.ring import Job
 from ..text import shown
@@ -75,7 +75,7 @@ def top_keys(
                 f"top_keys takes q, k [batch, heads, tokens, dim] and weights [batch, heads, tokens], got "
                 f"{', '.join(str(tuple(x.shape)) if is_dense(x) else shown(x) for x in (q, k, weights))}"
             )
-        if split_ulysses(schedule)[0] > 1 or schedule.startswith("ulysses"):
+        if resolve(schedule).startswith("ulysses"):
             raise Unsupported(f"schedule={schedule!r} splits the heads that a score sums; try schedule='ring'")
         dtype = wide(q.dtype)
         both = torch.cat([q.to(dtype), weights.to(dtype).unsqueeze(-1)], -1)

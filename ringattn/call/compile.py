@@ -24,7 +24,7 @@ from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
-from ..plan.schedules import resolve, split_ulysses
+from ..plan.schedules import resolve
 from ..plan.steps import PlanSizes, parse_rotate
 from ..transport.base import CHECKS
 from .arguments import (
@@ -183,7 +183,7 @@ def compile_call(
     if rows is not None:
         rows.check()
         k, v = rows.sample()
-        block = (*rows.tensors, any(x.requires_grad for x in rows.weights), k, v)
+        block = (*rows.tensors, rows.requires_grad, k, v)
     make = partial(_compile, q, k, v, pattern, layout, options, rows=rows, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
@@ -256,10 +256,9 @@ def _compile(
     layout = layout_name(layout) if isinstance(layout, str) else layout
     if isinstance(q_layout, str):
         q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
-    needs_grad = any(x.requires_grad for x in ((q, k, v) if rows is None else (q, *rows.tensors, *rows.weights)))
     if rows is not None:  # keys and values of the rows, which nobody makes as a whole
-        batch, _, tokens, _ = rows.tensors[0].shape
-        k, v = (_stand_in(x, x.device, (batch, x.shape[1], tokens, x.shape[3]), grad=needs_grad) for x in (k, v))
+        (batch, _, tokens, _), grad = rows.tensors[0].shape, rows.requires_grad
+        k, v = (_stand_in(x, x.device, (batch, x.shape[1], tokens, x.shape[3]), grad=grad) for x in (k, v))
     check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)
     check_padding(key_padding_mask, k)
@@ -269,7 +268,7 @@ def _compile(
     if choice is not None:
         vars(resolved).update(_resolve_chosen(resolved))
     assert resolved.scale is not None
-    requires_grad = torch.is_grad_enabled() and needs_grad
+    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
     if pattern.varies:
         kernel = kernel.derive(varies=True)
@@ -337,7 +336,7 @@ def _resolve_chosen(options: AttentionOptions) -> dict[str, Any]:
     """The options that chosen keys determine. Raises Unsupported for others."""
     if options.kernel not in ("auto", "reference"):
         raise Unsupported(f"kernel {options.kernel} takes no chosen keys; try kernel='reference' or 'auto'")
-    if split_ulysses(options.schedule)[0] > 1 or options.schedule.startswith("ulysses"):
+    if options.schedule.startswith("ulysses"):
         raise Unsupported(f"schedule={options.schedule!r} with chosen= would move the choices; try schedule='ring'")
     if "q" in parse_rotate(options.rotate, both=True):
         raise Unsupported(f"rotate={options.rotate!r} with chosen= would move the choices; try rotate='kv'")
@@ -367,7 +366,7 @@ def _get_kernel(
 def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:
     """A tensor that takes no memory, on `device`, with the dtype of x, and `requires_grad` as x or `grad`."""
     made = torch.empty((), dtype=x.dtype, device=device).expand(tuple(shape))
-    return made.requires_grad_(made.is_floating_point() and (x.requires_grad if grad is None else grad))
+    return made.requires_grad_(x.requires_grad if grad is None else grad and made.is_floating_point())
 
 
 def _check_lse(kernel: Kernel, width: int) -> None:

@@ -38,6 +38,8 @@ class Rows:
         weights: Sequence[Tensor] = (),
         chunk: int | None = None,
     ) -> None:
+        if not isinstance(weights, Sequence):
+            raise InvalidInput(f"weights={shown(weights)}: expected the tensors that expand= takes after those of rows")
         if expand is None and (len(tensors) != 2 or len(weights) or chunk is not None):
             raise InvalidInput(
                 f"Rows of {len(tensors)} tensors and {len(weights)} weights without expand=: give the function that "
@@ -45,12 +47,10 @@ class Rows:
             )
         if expand is not None and not callable(expand):
             raise InvalidInput(f"expand={shown(expand)}: expected a function that returns k and v")
+        if not tensors:
+            raise InvalidInput("Rows without tensors: give those that expand= takes")
         self.tensors, self.expand, self.weights = tensors, expand, tuple(weights)
         self.chunk = None if chunk is None else check_integer(chunk, "chunk", 1, "chunk=1024")
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else shown(x) for x in self.tensors)
-        return f"<Rows {shapes}{'' if self.expand is None else ' to expand'}>"
 
     def replaced(self, tensors: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> Rows:
         """A copy with other tensors."""
@@ -61,6 +61,11 @@ class Rows:
         """Whether `expand` takes the heads to expand."""
         assert self.expand is not None
         return "heads" in signature(self.expand).parameters
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any tensor or weight needs a gradient."""
+        return any(x.requires_grad for x in (*self.tensors, *self.weights))
 
     @property
     def sizes(self) -> tuple[tuple[int, int, str], ...]:

@@ -151,16 +151,17 @@ class PlanSizes(Value):
             raise InvalidInput(f"comm_dtype={self.comm_dtype}: {self.dtype} may travel as {' or '.join(fitting)}")
         parse_rotate(self.rotate)
         if self.block is not None:
+            shaped = isinstance(self.block, list | tuple) and all(isinstance(x, list | tuple) for x in self.block)
+            if not shaped or not self.block or not {*map(len, self.block)} <= {2, 3}:
+                raise InvalidInput(f"block={shown(self.block)}: expected (heads, width) of each tensor of a row")
             self._normalize(block=tuple([self._check_tensor(*tensor) for tensor in self.block]))
 
     def _check_tensor(self, heads: int, width: int, dtype: object = None) -> tuple[int, int, str]:
         """(heads, width, dtype) of a tensor of `block`, normalized. Raises InvalidInput."""
-        name = self.dtype if dtype is None else dtype_name(dtype)
+        name, example = self.dtype if dtype is None else dtype_name(dtype), "block=((1, 512), (1, 64))"
         if name not in ROW_BYTES:
             raise InvalidInput(f"rows of dtype {name} are not supported; expected one of {', '.join(ROW_BYTES)}")
-        return *(
-            check_integer(x, "heads and width of a block", 1, "block=((1, 512), (1, 64))") for x in (heads, width)
-        ), name  # type: ignore[return-value]
+        return check_integer(heads, "heads of a block", 1, example), check_integer(width, "width", 1, example), name
 
     @property
     def sizes(self) -> dict[str, Any]:
