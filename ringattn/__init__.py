@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import nn as nn
     from . import train as train
+    from .call.chosen import top_keys as top_keys
     from .call.functional import attention as attention
     from .call.functional import ring_attention as ring_attention
     from .call.functional import synchronize as synchronize
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .call.graph_op import save_attention_policy as save_attention_policy
     from .call.planner import make_plan as make_plan
     from .call.planner import make_plans as make_plans
+    from .call.rows import Rows as Rows
     from .errors import CommFailure as CommFailure
     from .errors import InvalidInput as InvalidInput
     from .errors import LaunchLimit as LaunchLimit
@@ -93,6 +95,8 @@ _NAMES = {
     "simulator.timing.simulation": "simulate",
     "simulator.timing.solvers.recurrence": "Stall",
     "simulator.timing.timeline": "Timeline",
+    "call.rows": "Rows",
+    "call.chosen": "top_keys",
     "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",

@@ -13,6 +13,11 @@ from .text import shown
 
 #: Bytes per number of each dtype that q, k and v may have.
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes per number of each dtype that tensors of `Rows` may have; those that `ITEM_BYTES` lacks have no gradient.
+ROW_BYTES = {
+    **ITEM_BYTES,
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1},
+}
 
 
 def dtype_name(dtype: object) -> str:

@@ -23,6 +23,7 @@ WRONG = [
 Q = torch.zeros(1, 2, 8, 4)
 CALL = {"q": Q, "k": Q, "v": Q, "pattern": ra.Causal()}
 PLAN = ra.make_plan(ra.Causal(), tokens=8, ranks=2)
+TWO_RANKS: dict[str, Any] = {"layout": "zigzag", "ranks": 2}
 SEGMENTS = {"segment_lengths": [4], "dilation_rates": [1]}
 ROWS = torch.zeros(1, 8, 2)
 STATES = {"layout": "zigzag", "ranks": 2}
@@ -34,6 +35,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "Dropout": {"p": 0.1},
     "KVCache": {"patterns": [ra.Causal()], "layers": 1, "ranks": 1},
     "Machine": {"flops": 1e12, "latency": 1e-6, "bandwidth": 1e9},
+    "Rows": {"expand": lambda x: (x, x)},
     "Sinks": {"n": 1},
     "Strided": {"step": 2},
     "Window": {"left": 2},
@@ -64,6 +66,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "ssd": {"x": Q.transpose(1, 2), "dt": ROWS, "A": ROWS[0, 0], **dict.fromkeys("BC", ROWS[:, :, None]), **STATES},
     "strided_blocks": {"block": 4, "stride": 2},
     "synchronize": {},
+    "top_keys": {**{name: Q for name in "qk"}, "weights": Q[..., 0], "count": 2, "pattern": "Causal()", **TWO_RANKS},
     "top_k": {"block": 4, "k": 1, "scores": [[1.0]]},
     "virtual_attention": {**CALL, "ranks": 2},
 }

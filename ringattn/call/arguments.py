@@ -14,7 +14,9 @@ from torch import Tensor
 from ..dtypes import ITEM_BYTES, check_type, dtype_name, take_numbers
 from ..errors import InvalidInput
 from ..kernels.memory import is_dense, kind_of, out_of_memory
+from ..pattern.base import check_integer
 from ..text import did_you_mean, plural
+from .rows import Rows
 
 if TYPE_CHECKING:
     from ..kernels.dropout import Dropout
@@ -178,6 +180,23 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
         raise InvalidInput(f"sinks are on {sinks.device}, the queries are on {q.device}; move the sinks there")
 
 
+def check_chosen(chosen: Any, block: object, q: Tensor) -> tuple[int, int, int] | None:
+    """(groups, k, block) of chosen keys; None without. Raises InvalidInput unless they fit q [B, H, n, D]."""
+    block = check_integer(block, "block", 1, "block=64")
+    if chosen is None:
+        return None
+    if not is_dense(chosen) or chosen.dtype not in (torch.int32, torch.int64) or chosen.ndim != 4:
+        kind = f"{chosen.dtype} {tuple(chosen.shape)}" if is_dense(chosen) else kind_of(chosen)
+        raise InvalidInput(f"chosen must be int32 or int64 [batch, groups, tokens, k], as of top_keys, got {kind}")
+    fits = chosen.shape[::2] == q.shape[::2] and chosen.shape[1] and q.shape[1] % chosen.shape[1] == 0
+    if not fits or not chosen.shape[3] or chosen.device != q.device:
+        raise InvalidInput(
+            f"chosen {tuple(chosen.shape)} on {chosen.device} does not fit the queries {tuple(q.shape)} on {q.device}; "
+            "expected [batch, groups, tokens, k], where groups divide the query heads"
+        )
+    return chosen.shape[1], chosen.shape[3], block
+
+
 def _hint(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Advice to transpose if the shapes would fit with heads and tokens swapped; else an empty text."""
     tokens, heads = q.shape[1], q.shape[2]
@@ -198,6 +217,8 @@ def cast_inputs(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _cast(x: Any) -> Any:
+    if isinstance(x, Rows):
+        return x.replaced(tuple(map(_cast, x.tensors)), tuple(map(_cast, x.weights)))
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)) if _enabled(x.device.type) else x

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from inspect import signature
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar, cast
@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import cache
-from ..kernels.contract import VisitKernel
-from ..kernels.memory import empty
+from ..kernels.chosen import move_rows
+from ..kernels.contract import Chosen, VisitKernel
+from ..kernels.memory import as_dtype, differentiable, empty
 from ..kernels.pad import HIDDEN
 from ..kernels.softmax import sinks_gradient
 from ..plan.plan import Plan
@@ -51,13 +52,20 @@ class Runner:
     transport: Transport | None = None
     number: int = 0
     deferred: bool = False
+    #: The keys that the queries have chosen, [B, groups, n, k].
+    chosen: Tensor | None = None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, lse) for a call with `return_lse`."""
-        layout, scale = self.plan.layout, self.plan.output_scale
+    @cached_property
+    def count(self) -> int:
+        """The number of tensors of a block: 2 for (k, v)."""
+        return len(self.plan.tensors("kv"))
+
+    def run(self, q: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """out, or (out, lse) for a call with `return_lse`. `tensors` are those of a block, and then the weights."""
+        layout, scale, count = self.plan.layout, self.plan.output_scale, self.count
         if self.plan.stacked:
-            q, k, v = map(layout.stack, (q, k, v))
-        out, lse = Attention.apply(q, k, v, self.sinks, self)
+            q, tensors = layout.stack(q), (*map(layout.stack, tensors[:count]), *tensors[count:])
+        out, lse = Attention.apply(self, self.sinks, q, *tensors)
         if self.plan.stacked:
             out, lse = layout.unstack(out), layout.unstack(lse)
         if scale != 1.0:
@@ -65,41 +73,60 @@ class Runner:
             out = out * scale if out.requires_grad else out.mul_(scale)
         return (out, lse) if self.call.return_lse else out
 
-    def job(self, rank: int) -> Job:
+    def job(self, rank: int, weights: Tensors = ()) -> Job:
         """The `Job` of a rank: its plan, kernel and options, as the executor needs them."""
-        return Job(self.plan, rank, self.kernel, self.call.factor, self.call.return_lse, sinks=self.sinks)
+        kernel = self.kernel.derive(weights=weights) if weights else self.kernel
+        chosen = None if self.chosen is None else self._chosen[rank if self.transport is None else 0]
+        return Job(self.plan, rank, kernel, self.call.factor, self.call.return_lse, sinks=self.sinks, chosen=chosen)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
+    @cached_property
+    def _chosen(self) -> list[Chosen]:
+        """The chosen keys of each rank that this process computes, for each query head."""
+        assert self.chosen is not None and self.call.chosen is not None
+        layout, keys, whole = self.plan.layout_of("q"), self.chosen, Chosen(self.chosen, self.call.chosen[-1])
+        if self.plan.stacked:
+            whole = replace(whole, stride=self.plan.stride)
+            keys = layout.stack(move_rows(keys, whole.blocks))
+        group = self.plan.heads // keys.shape[1]
+        shards = [keys] if self.transport is not None else layout.shard_all(keys)
+        return [replace(whole, keys=x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)) for x in shards]
+
+    def forward(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
         """out and lse; with `save` also the tensors that the backward starts from."""
         if self.transport is None:
-            return self._forward_all(q, k, v, save)
+            return self._forward_all(q, block, weights, save)
         rank, tags = self.transport.rank, Tags.of_call(self.number, backward=False)
         with ErrorReport(self.transport, "call", deferred=True):
-            return drive(forward(self.job(rank), q, k, v, save=save, tags=tags), self.transport, rank)
+            return drive(forward(self.job(rank, weights), q, block, save=save, tags=tags), self.transport, rank)
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
     ) -> Tensors:
-        """(dq, dk, dv) from d loss / d out and d loss / d lse (or None).
+        """(dq, dk, dv), or those of `ring.backward`, from d loss / d out and d loss / d lse (or None).
 
         First the ranks check that all of them run the backward of the same call.
         """
         if self.transport is None:
-            return self._backward_all(grad, grad_lse, q, k, v, result)
+            return self._backward_all(grad, grad_lse, q, block, weights, result)
         agree_backward(self.transport, self.number, deferred=self.deferred)
         rank, tags = self.transport.rank, Tags.of_call(self.number, backward=True)
         with ErrorReport(self.transport, "call", deferred=True):
-            program = backward(self.job(rank), grad, grad_lse, q, k, v, result, tags=tags)
+            program = backward(self.job(rank, weights), grad, grad_lse, q, block, result, tags=tags)
             return drive(program, self.transport, rank)
 
-    def _forward_all(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
+    def _forward_all(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
         layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
         if ranks > 1 and layout.single:
             # Where a shard is one range, its rank writes to a view of the whole output.
-            whole_out = empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q.dtype, q.device).transpose(1, 2)
+            whole_out = empty((q.shape[0], q.shape[2], q.shape[1], self.plan.value_dim), q.dtype, q.device).transpose(
+                1, 2
+            )
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
-        each = zip(map(self.job, range(ranks)), self._shard(q, k, v), outs, strict=True)
-        programs = [forward(job, *local, save=save, out=out) for job, local, out in each]
+        each = zip(self._shard(q, *block), outs, strict=True)
+        programs = [
+            forward(self.job(rank, weights), q, tuple(own), save=save, out=out)
+            for rank, ((q, *own), out) in enumerate(each)
+        ]
         results = VirtualRanks(ranks).run(programs)
         saved = tuple([x for result in results for x in result.saved])
         if ranks == 1 and layout.single:
@@ -109,27 +136,29 @@ class Runner:
         return ForwardResult(whole_out, layout.unshard_tensor([result.lse for result in results], -1), saved)
 
     def _backward_all(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
     ) -> Tensors:
         q_layout, layout, saved = self.plan.layout_of("q"), self.plan.layout, iter(result.saved)
         given = zip(
-            self._shard(q, k, v),
+            self._shard(q, *block),
             *(q_layout.shard_all(x) for x in (grad, result.out)),
             q_layout.shard_all(result.lse, -1),
             [None] * self.plan.ranks if grad_lse is None else q_layout.shard_all(grad_lse, -1),
             strict=True,
         )
         programs = []
-        for rank, ((q, k, v), dout, out, lse, dlse) in enumerate(given):
+        for rank, ((q, *own), dout, out, lse, dlse) in enumerate(given):
             found = ForwardResult(out, lse, tuple(islice(saved, count_saved(self.plan, rank))))
-            programs.append(backward(self.job(rank), dout, dlse, q, k, v, found))
-        gradients = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
-        return tuple([x.unshard_tensor(parts) for x, parts in zip((q_layout, layout, layout), gradients, strict=True)])
+            programs.append(backward(self.job(rank, weights), dout, dlse, q, tuple(own), found))
+        of_q, *of_others = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
+        count = len(differentiable(block))
+        of_weights = (torch.stack(parts).sum(0) for parts in of_others[count:])
+        return q_layout.unshard_tensor(of_q), *map(layout.unshard_tensor, of_others[:count]), *of_weights
 
-    def _shard(self, q: Tensor, k: Tensor, v: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    def _shard(self, q: Tensor, *block: Tensor) -> Iterable[Tensors]:
         """The shards of each rank."""
         q_layout, layout = self.plan.layout_of("q"), self.plan.layout
-        return zip(q_layout.shard_all(q), layout.shard_all(k), layout.shard_all(v), strict=True)
+        return zip(q_layout.shard_all(q), *map(layout.shard_all, block), strict=True)
 
 
 class Attention(torch.autograd.Function):
@@ -139,19 +168,18 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, runner: Runner
-    ) -> tuple[Tensor, Tensor]:
-        floor = runner.call.floor
+    def forward(ctx: Any, runner: Runner, sinks: Tensor | None, q: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        floor, count = runner.call.floor, runner.count
         with computing(q.device):
-            result = runner.forward(q, k, v, save=any(ctx.needs_input_grad[:3]))
+            save = any(ctx.needs_input_grad[2:])
+            result = runner.forward(q, tensors[:count], tuple([x.detach() for x in tensors[count:]]), save=save)
         if floor is not None:  # treat a row that sees only padded keys as one that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
             result.lse.masked_fill_(empty, -torch.inf)
-        ctx.runner, ctx.padded = runner, floor is not None
+        ctx.runner, ctx.empty = runner, floor is not None or runner.chosen is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *result.saved)
+        ctx.save_for_backward(sinks, result.out, result.lse, q, *tensors, *result.saved)
         # Not views of larger tensors, which must not be modified in place.
         return result.out.detach(), result.lse.detach()
 
@@ -160,22 +188,30 @@ class Attention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: a checkpoint gives them only once
         with torch.no_grad():
             found = Attention._differentiate(ctx, tensors, *grads)
-        return *make_last(found, *tensors[:4], *grads), None
+        return None, *make_last(found, *tensors[: len(found) + 2], *grads)
 
     @staticmethod
     def _differentiate(ctx: Any, tensors: Tensors, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, *saved = tensors
+        (sinks, out, lse, q), (_, needs_sinks, *needs), count = tensors[:4], ctx.needs_input_grad, ctx.runner.count
+        block, given, saved = tensors[4 : 4 + count], tensors[4 + count : 3 + len(needs)], tensors[3 + len(needs) :]
         grad = torch.zeros_like(out) if grad is None else grad
-        if ctx.padded:
+        if ctx.empty:
             # The kernels compute these rows, too. A huge lse makes their weights exp(-huge) = 0.
             empty = lse == -torch.inf
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
-        result, needs = ForwardResult(out, lse, tuple(saved)), ctx.needs_input_grad
+        weights = tuple([x.detach().requires_grad_(need) for x, need in zip(given, needs[1 + count :], strict=True)])
+        result, grads = ForwardResult(out, lse, tuple(saved)), [None] * len(needs)
         with computing(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
-            grads = ctx.runner.backward(grad, grad_lse, q, k, v, result) if any(needs[:3]) else (None,) * 3
-            return *grads, sinks_gradient(sinks, grad, grad_lse, out, lse) if needs[3] else None
+            if any(needs):
+                found = iter(ctx.runner.backward(grad, grad_lse, q, block, weights, result))
+                has_one = [True, *map(bool, map(differentiable, zip(block))), *needs[1 + count :]]
+                grads = [next(found) if has else None for has in has_one]
+                grads = [
+                    x if x is None else as_dtype(x, y.dtype) for x, y in zip(grads, (q, *block, *given), strict=True)
+                ]
+            return sinks_gradient(sinks, grad, grad_lse, out, lse) if needs_sinks else None, *grads
 
 
 #: The modes of selective checkpointing, in the forward and in the recomputation.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..cache import Cache, cached
-from ..dtypes import check_type, dtype_name
+from ..dtypes import ITEM_BYTES, check_type, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
 from ..kernels.base import positive
 from ..kernels.contract import VisitKernel
+from ..kernels.memory import differentiable
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
@@ -28,6 +30,7 @@ from ..transport.base import CHECKS
 from .arguments import (
     OPTION_NAMES,
     AttentionOptions,
+    check_chosen,
     check_option_names,
     check_sinks,
     check_tensors,
@@ -35,6 +38,7 @@ from .arguments import (
     read_dropout,
 )
 from .planner import PLANS, find_plan
+from .rows import Rows
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -69,6 +73,8 @@ class CompiledCall:
     scale: float
     sign: float
     factor: float
+    #: (groups, k, positions of a block) of the chosen keys; None if queries attend to all keys that they see.
+    chosen: tuple[int, int, int] | None
     #: The number that hides padded keys, see `hide_keys`; None without a mask.
     column: float | None
     #: Rows with lse below this number have seen padded keys only; None without a mask.
@@ -84,20 +90,40 @@ class CompiledCall:
         """Estimate the bytes of memory of this call, including the plans in its cache."""
         return (1 << 12) + sum(map(_count_bytes, self.cache.values()))
 
-    def hide(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, changed so that no query attends to keys where `mask` is True."""
-        if self.column is None or mask is None:
-            return q, k, v
-        return hide_keys(q, k, v, mask, self.column if self.scale > 0 else -self.column)
+    def hide(self, q: Tensor, k: Any, v: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return q, k and v, changed so that no query attends to keys where `mask` is True.
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as kernels take them: padded keys hidden, and a negative scale replaced by a positive one.
-
-        `mask` is True for padding. For a negative scale, q changes its sign.
+        For Rows k, their tensors and weights follow q; after the tensors a flag for each row, see `Expanding`.
         """
-        if mask is not None:
-            q, k, v = self.hide(q, k, v, mask)
-        return (q if self.sign == 1 else q * self.sign), k, v
+        column = self.column if self.column is None or self.scale > 0 else -self.column
+        if isinstance(k, Rows):
+            if column is None or mask is None:
+                return q, *k.tensors, *k.weights
+            flags = mask[:, None, :, None]
+            hidden = (x.masked_fill(flags, 0) if differentiable((x,)) else x for x in k.tensors)
+            return pad(q, (EXTRA, 0), value=column), *hidden, flags, *k.weights
+        assert v is not None
+        return (q, k, v) if column is None or mask is None else hide_keys(q, k, v, mask, column)
+
+    def prepare(self, q: Tensor, k: Any, v: Tensor | None, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """As `hide`, and a negative scale is replaced by a positive one: q changes its sign."""
+        q, *others = self.hide(q, k, v, mask)
+        return (q if self.sign == 1 else q * self.sign), *others
+
+    def expanding(self, kernel: VisitKernel, rows: Any) -> VisitKernel:
+        """The kernel that expands `rows` at each visit and then computes as `kernel`; if they are k, `kernel` itself."""
+        if not isinstance(rows, Rows):
+            return kernel
+        from ..kernels.expand import CHUNK_BYTES, Expanding  # few calls expand rows
+
+        sizes = self.sizes
+        per_row = (
+            sizes["batch"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["value_dim"]) * ITEM_BYTES[sizes["dtype"]]
+        )
+        chunk = rows.chunk or max(CHUNK_BYTES // max(per_row, 1), 1)
+        group = sizes["heads"] // sizes["kv_heads"]
+        assert rows.expand is not None
+        return Expanding(kernel, rows.expand, group, chunk, self.column, rows.takes_heads)
 
     @property
     def chooses(self) -> bool:
@@ -139,8 +165,8 @@ _calls = Cache(PLANS, lambda call: int(call.kept_bytes), grows=True)
 
 def compile_call(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | Rows,
+    v: Tensor | None,
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
@@ -152,7 +178,13 @@ def compile_call(
     tensors are equal, unless the pattern depends on the values of tensors. `named` are keyword arguments of `_compile`.
     Raises InvalidInput or Unsupported if the arguments cannot be used.
     """
-    make = partial(_compile, q, k, v, pattern, layout, options, **named)
+    rows = k if isinstance(k, Rows) else None
+    block: tuple[Any, ...] = (k, v)
+    if rows is not None:
+        rows.check()
+        k, v = rows.sample()
+        block = (*rows.tensors, rows.requires_grad, k, v)
+    make = partial(_compile, q, k, v, pattern, layout, options, rows=rows, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
     switches = _read_switches()
@@ -162,7 +194,7 @@ def compile_call(
             (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
             if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
             else x
-            for x in (q, k, v, *named.values())
+            for x in (q, *block, *named.values())
         ],
         *(pattern, layout, torch.is_grad_enabled(), switches, *named, *map(type, named.values())),
         *(*options, *options.values(), *map(type, options.values())),
@@ -191,19 +223,25 @@ def _read_switches() -> tuple[object, ...]:
 
 def _compile(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Any,
+    v: Any,
     pattern: Pattern | str,
     layout: str | Layout,
     options: Mapping[str, Any],
     *,
+    rows: Rows | None = None,
     q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     device: torch.device | None = None,
 ) -> CompiledCall:
-    """`compile_call` without its cache. `device` is the device to compute on; None: that of the tensors."""
+    """`compile_call` without its cache. `device` is the device to compute on; None: that of the tensors.
+
+    With `rows`, k and v are a sample of what these give.
+    """
     check_option_names(options, OPTION_NAMES)
     given = AttentionOptions(**options)
     check_type("return_lse", return_lse, "bool")
@@ -218,11 +256,17 @@ def _compile(
     layout = layout_name(layout) if isinstance(layout, str) else layout
     if isinstance(q_layout, str):
         q_layout = layout_name(q_layout.replace("auto", layout if isinstance(layout, str) else layout.name))
+    if rows is not None:  # keys and values of the rows, which nobody makes as a whole
+        (batch, _, tokens, _), grad = rows.tensors[0].shape, rows.requires_grad
+        k, v = (_stand_in(x, x.device, (batch, x.shape[1], tokens, x.shape[3]), grad=grad) for x in (k, v))
     check_tensors(q, k, v, alike=q_layout is None)
     check_sinks(sinks, q)
     check_padding(key_padding_mask, k)
     device = q.device if device is None else device
     resolved = _resolve(given, q.shape[3])
+    choice = check_chosen(chosen, block, q)
+    if choice is not None:
+        vars(resolved).update(_resolve_chosen(resolved))
     assert resolved.scale is not None
     requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
@@ -236,6 +280,8 @@ def _compile(
         "dtype": dtype_name(q.dtype),
         "batch": q.shape[0],
     }
+    if rows is not None:
+        sizes["block"] = (*rows.sizes, (1, 1, "bool")) if column is not None else rows.sizes
     if return_lse and requires_grad:
         _check_lse(kernel, max(sizes["head_dim"], sizes["value_dim"]))
     sign, factor = positive(resolved.scale)
@@ -256,6 +302,7 @@ def _compile(
         scale=resolved.scale,
         sign=sign,
         factor=factor,
+        chosen=choice,
         column=column,
         floor=None if column is None else -EXTRA * abs(resolved.scale) * column**2 / 2,
     )
@@ -285,6 +332,18 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
     return resolved
 
 
+def _resolve_chosen(options: AttentionOptions) -> dict[str, Any]:
+    """The options that chosen keys determine. Raises Unsupported for others."""
+    if options.kernel not in ("auto", "reference"):
+        raise Unsupported(f"kernel {options.kernel} takes no chosen keys; try kernel='reference' or 'auto'")
+    if options.schedule.startswith("ulysses"):
+        raise Unsupported(f"schedule={options.schedule!r} with chosen= would move the choices; try schedule='ring'")
+    if "q" in parse_rotate(options.rotate, both=True):
+        raise Unsupported(f"rotate={options.rotate!r} with chosen= would move the choices; try rotate='kv'")
+    schedule = "ring" if options.schedule == "auto" else options.schedule
+    return {"kernel": "reference", "schedule": schedule, "rotate": "kv"}
+
+
 def _get_kernel(
     options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
 ) -> tuple[VisitKernel, float | None]:
@@ -295,7 +354,8 @@ def _get_kernel(
         column = hidden_column(options.scale, q.dtype)
     if padded or device != q.device:  # the kernel will get other tensors, which do not exist yet
         wider = (EXTRA, EXTRA, 0) if padded else (0, 0, 0)
-        q, k, v = (_stand_in(x, device, more) for x, more in zip((q, k, v), wider, strict=True))
+        shapes = [(*x.shape[:3], x.shape[3] + more) for x, more in zip((q, k, v), wider, strict=True)]
+        q, k, v = (_stand_in(x, device, shape) for x, shape in zip((q, k, v), shapes, strict=True))
     dropout = read_dropout(options.dropout)
     kernel = get_kernel(
         options.kernel, q, k, v, deterministic=options.deterministic, softcap=options.softcap, dropout=dropout
@@ -303,10 +363,10 @@ def _get_kernel(
     return kernel.derive(padded=True) if padded else kernel, column
 
 
-def _stand_in(x: Tensor, device: torch.device, more: int) -> Tensor:
-    """A tensor that takes no memory, on `device`, with the dtype and shape of x and `more` extra columns."""
-    shape = (*x.shape[:3], x.shape[3] + more)
-    return torch.empty((), dtype=x.dtype, device=device).expand(shape).requires_grad_(x.requires_grad)
+def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:
+    """A tensor that takes no memory, on `device`, with the dtype of x, and `requires_grad` as x or `grad`."""
+    made = torch.empty((), dtype=x.dtype, device=device).expand(tuple(shape))
+    return made.requires_grad_(x.requires_grad if grad is None else grad and made.is_floating_point())
 
 
 def _check_lse(kernel: VisitKernel, width: int) -> None:

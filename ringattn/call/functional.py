@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Unsupported
 from ..layout.regular import DEFAULT_LAYOUT, Layout
-from ..pattern import Pattern
 from ..pattern.base import check_integer
 from ..text import shown
 from ..transport.base import Program, drive
@@ -23,6 +22,7 @@ from .arguments import cast_inputs
 from .autograd import Runner, compilable
 from .compile import compile_call
 from .handshake import agree, announce, announces
+from .rows import Rows, read_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,9 @@ T = TypeVar("T")
 @compilable
 def ring_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     layout: str | Layout,
     q_layout: str | Layout | None = None,
@@ -52,6 +52,8 @@ def ring_attention(
     transport: Transport | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
@@ -59,7 +61,8 @@ def ring_attention(
 
     q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the shards of this rank: its rows by `layout`, in local
     order. H is a multiple of K. q, k and v have one dtype: fp64, fp32, bf16 or fp16. Under autocast q, k and v are
-    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does.
+    first cast to autocast's dtype (fp64 stays), as torch's scaled_dot_product_attention does. `Rows` may take the place
+    of k and v, `ring_attention(q, rows, pattern, layout=...)`: tensors that travel, and are expanded at the visit.
 
     pattern: a Pattern, or its text, such as "Causal() & Window(4095)".
     layout: the Layout by which the sequence was cut into shards, or its name. The rows of a shard do not show how the
@@ -76,6 +79,10 @@ def ring_attention(
     sinks: [H], on all ranks or on none: per head, the logit of an extra key with value 0 that every row sees, as in
         gpt-oss. Differentiable. The pattern `Sinks` is something else: it lets rows see the first tokens. Values are
         not checked: -inf gives the key no weight, inf gives it all weight (out 0, lse 1e30), NaN makes out NaN.
+    chosen: the keys to which each query attends, among those that it sees by the pattern: positions, int32 or int64
+        [B, groups, n, k], -1 for none, on all ranks or on none; `ringattn.top_keys` chooses them. With `block`, the
+        numbers of blocks of that many positions. Each group is as many adjacent query heads. Computed by kernel
+        "reference" and pass-KV, not with ulysses.
     return_lse: also return the log-sum-exp of the scaled logits, including the sink's.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
         `dropout` and `check`, see `call.arguments.AttentionOptions`.
@@ -93,18 +100,20 @@ def ring_attention(
     ring = get_transport(group, mesh, transport)
     with one_thread(report := ErrorReport(ring, "call", deferred=ring.defers(options.get("check")))):
         with report:
+            k, v, pattern = read_arguments(k, v, pattern)
             q, k, v = cast_inputs(q, k, v)
             call = compile_call(
                 q, k, v, pattern, layout, options,
-                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+                q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+                return_lse=return_lse,
             )  # fmt: skip
             ring.check(call.device)
-            q, k, v = call.prepare(q, k, v, key_padding_mask)
+            q, *tensors = call.prepare(q, k, v, key_padding_mask)
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            runner = Runner(call, plan, kernel, sinks, ring, number, deferred)
-        result = runner.run(q, k, v)
+            runner = Runner(call, plan, call.expanding(kernel, k), sinks, ring, number, deferred, chosen)
+        result = runner.run(q, *tensors)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
     return result
@@ -131,9 +140,9 @@ def one_thread(report: ErrorReport) -> Iterator[None]:
 
 def positions(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     layout: str | Layout,
     group: ProcessGroup | DeviceMesh | None = None,
@@ -148,6 +157,7 @@ def positions(
     """
     ring = get_transport(group, mesh, transport)
     with ErrorReport(ring, "positions"):
+        k, v, pattern = read_arguments(k, v, pattern)
         q, k, v = cast_inputs(q, k, v)
         call = compile_call(q, k, v, pattern, layout, options, key_padding_mask=key_padding_mask)
         ring.check(call.device)
@@ -170,15 +180,17 @@ def synchronize(
 @compilable
 def virtual_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     ranks: int,
     layout: str | Layout = DEFAULT_LAYOUT,
     q_layout: str | Layout | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     **options: Unpack[AttentionKeywords],
 ) -> Any:
@@ -192,30 +204,32 @@ def virtual_attention(
     True for padding. `sinks`, `options`, dtypes and errors are as in `ring_attention`.
     """
     ranks = check_integer(ranks, "ranks", 1, "ranks=4")
+    k, v, pattern = read_arguments(k, v, pattern)
     q, k, v = cast_inputs(q, k, v)
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
         q, k, v, pattern, cut, options,
-        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
+        q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+        return_lse=return_lse,
     )  # fmt: skip
     if call.options.check is not None:
         raise InvalidInput(
             f"check={call.options.check!r}: virtual ranks share one process and have nothing to compare; leave check "
             "out"
         )
-    q, k, v = call.prepare(q, k, v, key_padding_mask)
+    q, *tensors = call.prepare(q, k, v, key_padding_mask)
     # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
-    chosen = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
-    plan = call.plan(call.rows, call.q_rows, int(ranks), *chosen)
-    return Runner(call, plan, call.kernel.seeded(), sinks).run(q, k, v)
+    layouts = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
+    plan = call.plan(call.rows, call.q_rows, int(ranks), *layouts)
+    return Runner(call, plan, call.expanding(call.kernel.seeded(), k), sinks, chosen=chosen).run(q, *tensors)
 
 
 @compilable
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | str,
+    k: Tensor | Rows,
+    v: Any = None,
+    pattern: Any = None,
     *,
     kernel: str = "auto",
     scale: float | None = None,
@@ -224,6 +238,8 @@ def attention(
     dropout: float | Dropout = 0.0,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
+    block: int = 1,
     return_lse: bool = False,
     first: int | None = None,
     offload: str | None = None,
@@ -261,8 +277,8 @@ def attention(
                 )
         return virtual_attention(
             q, k, v, pattern,
-            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse,
-            **options,
+            ranks=1, q_layout=q_layout, key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block,
+            return_lse=return_lse, **options,
         )  # fmt: skip
     if first is not None:
         raise InvalidInput(f"first={first}: with offload= the queries are at the positions of the keys; leave out one")
@@ -273,6 +289,11 @@ def attention(
         )
     from .offload import check_chunk, get_device, make_offload  # few programs offload
 
+    k, v, pattern = read_arguments(k, v, pattern)
+    if chosen is not None:
+        raise Unsupported("offload='host' takes no chosen keys; leave out one")
+    if isinstance(k, Rows):
+        raise Unsupported("offload='host' copies k and v, not Rows to expand; pass k and v, or leave out offload=")
     check_chunk(chunk)
     where = get_device(device)
     for name, x in (("q", q), ("k", k), ("v", v)):

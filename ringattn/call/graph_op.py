@@ -39,6 +39,7 @@ from ..pattern import Pattern, parse_pattern
 from .arguments import cast_inputs
 from .handshake import call_index
 from .last import make_last
+from .rows import Rows, read_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +52,9 @@ POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
 DRAWN = "drawn"
 #: Types of numbers; torch.compile takes a NumPy number for an array.
 SCALARS = int, float, np.generic, np.ndarray
+#: The names of the tensors of Rows and of their weights start with these; "k" is then `expand`, and "v" the chunk.
 #: Arguments that may change from call to call of a compiled function, and the prefix of the names of their tensors.
+ROWS, WEIGHTS = "row tensor ", "weight "
 NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
 #: Objects by their numbers in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -87,8 +90,16 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     """Call the `compilable` function `name`, given as "module:function", as one operator, and return its result."""
-    q, k, v = cast_inputs(arguments["q"], arguments["k"], arguments["v"])
+    k, v, pattern = arguments["k"], arguments.get("v"), arguments.get("pattern")
+    if isinstance(k, Rows):
+        k, v, pattern = read_arguments(k, v, pattern)
+        arguments = {**arguments, "pattern": pattern}
+    q, k, v = cast_inputs(arguments["q"], k, v)
     arguments = {**arguments, "q": q, "k": k, "v": v}
+    if isinstance(k, Rows):  # in the graph, its tensors one by one
+        arguments |= {f"{ROWS}{i}": x for i, x in enumerate(k.tensors)}
+        arguments |= {f"{WEIGHTS}{i}": x for i, x in enumerate(k.weights)}
+        arguments |= {"k": k.expand, "v": k.chunk}
     names, tensors, numbers, constants = [], [], {}, {}
     for argument, value in arguments.items():
         if isinstance(value, Tensor):  # "layout" as the number of a layout, see `context_parallel`
@@ -208,12 +219,22 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
         if isinstance(value, int):
             value = _recent.answer(value, partial(_find, {"number": value}))
         arguments[argument.removeprefix(NUMBER)] = value
+    if f"{ROWS}0" in arguments:
+        k = _read_rows(arguments)
+        arguments = {name: x for name, x in arguments.items() if not name.startswith((ROWS, WEIGHTS))}
+        arguments |= {"k": k, "v": None}
     token = call_index.set(index)
     try:
         with _drawing(arguments.pop(DRAWN, None)):
             return _eager(name)(**arguments)
     finally:
         call_index.reset(token)
+
+
+def _read_rows(arguments: dict[str, Any]) -> Rows:
+    """The Rows whose parts are arguments of an operator."""
+    tensors, weights = ([x for name, x in arguments.items() if name.startswith(kind)] for kind in (ROWS, WEIGHTS))
+    return Rows(*tensors, expand=arguments["k"], weights=weights, chunk=arguments["v"])
 
 
 @contextmanager
@@ -341,7 +362,12 @@ def _fake_attend(
     tensors: list[Tensor], numbers: list[int], text: str, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     name, names, constants, _ = _read(text)
-    q, v = (tensors[names.index(x)] for x in "qv")
+    q = tensors[names.index("q")]
+    if f"{ROWS}0" in names:
+        k, chunk = _find(constants["k"]), constants["v"]
+        _, v = _read_rows({**dict(zip(names, tensors, strict=False)), "k": k, "v": chunk}).sample()
+    else:
+        v = tensors[names.index("v")]
     b, h, n = (*q.shape, 1, 1, 1)[:3]  # accepts a wrong shape: the call itself reports it to all ranks
     out = q.new_empty((b, n, h, *v.shape[3:])).transpose(1, 2)
     with_lse = constants.get("return_lse", name.endswith(PAIRS))

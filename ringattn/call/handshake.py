@@ -219,7 +219,11 @@ def _spell(call: CompiledCall) -> bytes:
     record = {
         "sinks": call.sinks,
         "key_padding_mask": call.key_padding_mask,
-        **call.sizes,  # before the scale, which depends on the head dim, which depends on the mask
+        "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
+        "block": None,
+        **{
+            name: x if name != "block" else repr(x) for name, x in call.sizes.items()
+        },  # before the scale, which depends on the head dim, which depends on the mask
         **{name: _shorten(x) if isinstance(x, str) else x for name, x in vars(call.options).items()},
         "machine": machine and f"{machine.preset or 'measured or own numbers'} (digest {_short_digest(repr(machine))})",
         "dropout": _spell_dropout(call.kernel),

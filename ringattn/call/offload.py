@@ -17,6 +17,7 @@ from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import wide
+from ..kernels.contract import Tensors
 from ..kernels.memory import empty
 from ..pattern.base import check_integer
 from ..plan.plan import Plan
@@ -90,22 +91,22 @@ class OffloadRunner(Runner):
         """A copy of this runner for one call, with the sinks of the call and, if the call has dropout, a seed."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
-    def job(self, rank: int) -> Job:
-        return replace(super().job(rank), lse=False, cast_grads=False)
+    def job(self, rank: int, weights: Tensors = ()) -> Job:
+        return replace(super().job(rank, weights), lse=False, cast_grads=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, save: bool) -> ForwardResult:
+    def forward(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing stays on the device."""
-        batch, heads, tokens, _ = q.shape
+        (batch, heads, tokens, _), (k, v) = q.shape, block
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
         self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
         return ForwardResult(out, lse, ())
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
+    ) -> Tensors:
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
-        dq = torch.empty_like(q)
+        dq, (k, v) = torch.empty_like(q), block
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
         tensors = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
         if grad_lse is not None:
@@ -125,7 +126,7 @@ class OffloadRunner(Runner):
             q, k, v = host.load("qkv", rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage
-            program = forward(self.job(rank), q if sign == 1 else q * sign, k, v, save=False, out=direct)
+            program = forward(self.job(rank), q if sign == 1 else q * sign, (k, v), save=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
             host.store(rows, written)
@@ -147,7 +148,7 @@ class OffloadRunner(Runner):
             q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
             q = q if sign == 1 else q * sign
             result = ForwardResult(out, total, ())
-            program = backward(self.job(rank), grad, grad_lse[0] if lse else None, q, k, v, result)
+            program = backward(self.job(rank), grad, grad_lse[0] if lse else None, q, (k, v), result)
             dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
             host.store(rows, {"dq": dq if sign == 1 else dq * sign})
             host.store(rows, {"dk": dk, "dv": dv}, add=True)

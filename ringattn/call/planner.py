@@ -44,6 +44,7 @@ def make_plan(
     comm_dtype: str | torch.dtype | None = None,
     machine: Machine | str | None = None,
     rotate: str = "auto",
+    block: Sequence[Sequence[Any]] | None = None,
 ) -> Plan:
     """Make the plan of an attention call: what each of `ranks` ranks computes and sends, for `tokens` positions.
 
@@ -61,6 +62,10 @@ def make_plan(
     timing model predicts to be faster on `machine`. "q, kv" gives each pass its own: first the forward, then the
     backward.
 
+    `block` lists (heads, width, dtype) of the tensors that travel instead of k and v, see `ra.Rows`; all their heads
+    travel together. The dtype defaults to `dtype`. For DeepSeek-V3: heads=128, head_dim=192, value_dim=128,
+    block=((1, 512), (1, 64)).
+
     If the queries are at other positions than the keys, `q_layout` is the Layout of the queries, or its name, and
     `q_tokens` their number (default: `tokens`); `tokens` and `layout` then describe the keys. For a chunk of 24 queries
     after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. In the name of a q_layout,
@@ -73,7 +78,7 @@ def make_plan(
     """
     return find_plan(
         as_pattern(pattern),
-        PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate),  # type: ignore[arg-type]
+        PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate, block),  # type: ignore[arg-type]
         tokens=tokens,
         ranks=ranks,
         layout=layout,

@@ -155,7 +155,9 @@ class Holdings:
 
         def find(pattern: Pattern, q: range, held: list[range]) -> tuple[Work, ...]:
             tiles = join_dense(find_tiles(pattern, (q,), held, heads))
-            return tuple(call.kernel.single().calls_of(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS)))
+            return tuple(
+                call.kernel.single().calls_of(join_keys(lower(tiles, group), lambda work: work.keys <= SHORT_KEYS))
+            )
 
         # A token that sees all rows needs the same calls as an earlier one that saw all of as many rows.
         run = pattern.run("keys", q[0], q[0]) if len(q) == 1 and held else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
-from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
 from .dropout import key_steps, row_streams
 from .memory import wide_zeros
 from .pad import delta, times_unit, with_column, with_delta
@@ -31,6 +31,8 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
+    #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
+    chosen: tuple[Tensor, Tensor, Chosen] | None = None
 
     def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the rows without a pair."""
@@ -100,6 +102,8 @@ class CallsPass(KernelPass):
         self.centre = Centre(kernel, q, block[0], call.scale)
         #: Whether queries visit the keys of this rank (pass-Q), instead of keys its queries.
         self.keys_stay = call.stays.kind == "kv"
+        #: Whether each call has a kernel of its own.
+        self.varies = kernel.dropout is not None or call.chosen is not None
         #: The tensors that stay in all visits, as calls read them.
         self._own: RowViews | None = None
 
@@ -121,7 +125,7 @@ class CallsPass(KernelPass):
             return self._visit_keys(visit, q, sums)
         own = self._own = self._own or RowViews(*self.centre.queries(q))
         keys = RowViews(self.centre.keys(block[0], visit.part.row_set), block[1])
-        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
+        choose = self._choose_kernels(visit) if self.varies else None
         for part in visit.table:
             for call in part.calls:
                 for batch in batches(call.work, len(q)):
@@ -138,7 +142,7 @@ class CallsPass(KernelPass):
         own = self._own = self._own or RowViews(self.centre.keys(self.block[0]), self.block[1])
         queries, totals = RowViews(*self.centre.queries(q, visit.part.row_set)), RowViews(*sums)
         covers = visit.first and self._begin_sums(visit, totals)
-        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
+        choose = self._choose_kernels(visit) if self.varies else None
         for work in visit.table:
             for batch in batches(work, len(q)):
                 kernel = self.kernel if choose is None else choose(work, batch)
@@ -160,7 +164,7 @@ class CallsPass(KernelPass):
         sums = RowViews(*travel)
         covers = visit.first and self._begin_sums(visit, sums)
         of_query, of_key = (sums, stay) if self.keys_stay else (stay, sums)
-        choose = None if self.kernel.dropout is None else self._choose_kernels(visit)
+        choose = self._choose_kernels(visit) if self.varies else None
         for work in visit.table:
             for batch in batches(work, len(rows.q)):
                 (grad, q, out, lse, *key), (k, v) = select_inputs(work, batch, by_query, by_key)
@@ -214,18 +218,23 @@ class CallsPass(KernelPass):
         return False
 
     def _choose_kernels(self, visit: Visit) -> Callable[[Work, slice | None], Kernel]:
-        """A function that returns the kernel for each call of a visit with dropout."""
-        dropout, call = self.kernel.dropout, self.call
-        assert dropout is not None and dropout.seed is not None
+        """With dropout or chosen keys, a function that returns the kernel for each call of a visit."""
+        dropout, call, chosen = self.kernel.dropout, self.call, self.call.chosen
         queries, keys = (visit.part, call.stays) if self.keys_stay else (call.stays, visit.part)
         (heads, rows), (kv_heads, columns) = call.places(queries), call.places(keys)
-        batch = len(self.q)
-        streams = RowViews(row_streams(dropout.seed, batch, heads + call.heads.start, rows))
-        steps = RowViews(key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1))
+        batch, by_row = len(self.q), [] if chosen is None else [chosen.keys]
+        by_key = RowViews(columns.expand(batch, len(kv_heads), -1).unsqueeze(-1))
+        if dropout is not None:
+            assert dropout.seed is not None
+            by_row.append(row_streams(dropout.seed, batch, heads + call.heads.start, rows))
+        by_row_views = RowViews(*by_row)
 
         def choose(work: Work, elements: slice | None) -> Kernel:
-            of_rows, of_keys = select_inputs(work, elements, streams, steps)
-            return self.kernel.derive(numbers=(*of_rows, *of_keys))
+            of_rows, (positions,) = select_inputs(work, elements, by_row_views, by_key)
+            return self.kernel.derive(
+                numbers=None if dropout is None else (of_rows[-1], key_steps(positions)),
+                chosen=None if chosen is None else (of_rows[0], positions, chosen),
+            )
 
         return choose
 

@@ -31,6 +31,23 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The keys that queries attend to, among those that they see: `keys` [B, H, n, k], int32 or int64, -1 for none.
+
+    They are numbers of blocks of `block` positions. In batch rows joined end to end, a row has `stride` positions.
+    """
+
+    keys: Tensor
+    block: int = 1
+    stride: int = 1 << 62
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a batch row."""
+        return -(-self.stride // self.block)
+
+
+@dataclass(frozen=True)
 class CallData:
     """What a kernel needs to know in one pass of an attention call, besides its blocks.
 
@@ -42,6 +59,7 @@ class CallData:
     lse: whether the loss of any rank may depend on lse; equal on all ranks.
     sinks: [H] of this rank's query heads, to be merged into its output.
     prepared: what `VisitKernel.prepare` found for the whole pass.
+    chosen: the keys to which this rank's queries attend; None: all that they see.
     """
 
     scale: float
@@ -52,6 +70,7 @@ class CallData:
     lse: bool = False
     sinks: Tensor | None = None
     prepared: Any = None
+    chosen: Chosen | None = None
 
 
 @dataclass(frozen=True)

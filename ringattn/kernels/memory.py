@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard, TypeVar
 
 import torch
@@ -77,6 +77,11 @@ def align_rows(x: Tensor) -> Tensor:
     if x.shape[-1] * x.element_size() % LINE == 0 or (x.is_contiguous() and x.data_ptr() % LINE == 0):
         return x
     return empty(x.shape, x.dtype, x.device).copy_(x)
+
+
+def differentiable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Those of the tensors whose dtype has gradients: floating point of 16 bits or more."""
+    return tuple([x for x in tensors if x.is_floating_point() and x.dtype.itemsize > 1])
 
 
 def wide_zeros(x: Tensor) -> Tensor:

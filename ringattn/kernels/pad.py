@@ -138,7 +138,11 @@ def hide_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, column: float) -> t
     scale, and x is -|c| for hidden keys, else 0. The weight of a hidden key is then exactly 0. The rows of hidden keys
     in k and v are set to zero, so that a NaN in padding does not spread.
     """
-    flagged = mask[:, None, :, None]
-    wide_k = pad(k.masked_fill(flagged, 0), (EXTRA, 0))
-    wide_k[..., :EXTRA].masked_fill_(flagged, -abs(column))
-    return pad(q, (EXTRA, 0), value=column), wide_k, v.masked_fill(flagged, 0)
+    return pad(q, (EXTRA, 0), value=column), *hide_rows(k, v, mask[:, None, :, None], column)
+
+
+def hide_rows(k: Tensor, v: Tensor, flags: Tensor, column: float) -> tuple[Tensor, Tensor]:
+    """(k', v') of `hide_keys`; `flags` is bool [B, 1, n, 1]."""
+    wide_k = pad(k.masked_fill(flags, 0), (EXTRA, 0))
+    wide_k[..., :EXTRA].masked_fill_(flags, -abs(column))
+    return wide_k, v.masked_fill(flags, 0)

@@ -134,7 +134,7 @@ class Striped(Layout):
 
 
 @dataclass(frozen=True)
-class Rows(Layout):
+class GivenRows(Layout):
     """A layout with explicit shard lengths: each rank r owns the next `counts[r]` positions after those of rank r - 1.
 
     Raises InvalidInput if the counts do not sum to `tokens`.
@@ -164,7 +164,7 @@ class Rows(Layout):
         return bisect_right(self._firsts, position) - 1
 
     def grouped(self, size: int) -> Layout:
-        return Rows(self.tokens, self.ranks // size, tuple(b - a for a, b in pairwise(self._firsts[::size])))
+        return GivenRows(self.tokens, self.ranks // size, tuple(b - a for a, b in pairwise(self._firsts[::size])))
 
 
 #: The layout of `ring_attention` in which ranks first exchange the row counts of their shards, see `name_rows`.
@@ -215,7 +215,7 @@ def layout_name(name: str) -> str:
     if name.lstrip().startswith(COMPOSED):
         return _read_composed(name, None, len(found[1].split(",")) if found else 1).name
     if (counts := _read_counts(name)) is not None:
-        return Rows(sum(counts), len(counts), counts).name
+        return GivenRows(sum(counts), len(counts), counts).name
     kind, size = _read_name(name)
     if kind == "balanced":
         Balanced(0, 1, 1 if size is None else size, ())
@@ -326,7 +326,7 @@ def make_layout(
     if name.lstrip().startswith(COMPOSED):
         return _read_composed(name, tokens, ranks)
     if (counts := _read_counts(name)) is not None:
-        return Rows(tokens, ranks, counts)
+        return GivenRows(tokens, ranks, counts)
     kind, chunk = _read_name(name)
     if kind != "balanced":
         return _make_formula(name, tokens, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar
@@ -63,8 +63,9 @@ class BlockDemand(ABC):
 
     The block of a rank, its owner, is its shard under `layout`: keys and values in a `KeyDemand`, queries in a
     `QueryDemand`. A rank needs the rows that form a pair with its own rows of the other side, which it owns under the
-    layout `readers` (default: `layout`). `heads` query heads share `kv_heads` key/value heads. Arguments called `ranks`
-    and `owners` are runs of consecutive ranks. Methods marked `cached` keep their results in `cache`.
+    layout `readers` (default: `layout`). `heads` query heads share `kv_heads` key/value heads. `block_heads`: 1 if all
+    heads of a block of keys travel together, so that a row is needed by all of them or by none. Arguments called
+    `ranks` and `owners` are runs of consecutive ranks. Methods marked `cached` keep their results in `cache`.
     """
 
     #: What the blocks hold.
@@ -73,12 +74,18 @@ class BlockDemand(ABC):
     most_ranges: ClassVar[int]
 
     def __init__(
-        self, pattern: Pattern, layout: Layout, heads: int = 1, kv_heads: int = 1, readers: Layout | None = None
+        self,
+        pattern: Pattern,
+        layout: Layout,
+        heads: int = 1,
+        kv_heads: int = 1,
+        readers: Layout | None = None,
+        block_heads: int | None = None,
     ) -> None:
         self.pattern, self.layout, self.heads, self.kv_heads = pattern, layout, heads, kv_heads
         self.readers = layout if readers is None else readers
-        #: The number of heads of a block.
-        self.block_heads = kv_heads if self.side == "keys" else heads
+        #: The number of heads of the row sets of a block.
+        self.block_heads = block_heads or (kv_heads if self.side == "keys" else heads)
         self.cache = Cache(ANSWERS)
 
     @property
@@ -197,8 +204,12 @@ class BlockDemand(ABC):
             return
         sides = (mine, block) if self.side == "keys" else (block, mine)
         for heads, rows in self.pattern.paired(self.side, *sides, range(self.heads)):
-            for block_heads in _kv_heads(heads, self.group) if self.side == "keys" else (heads,):
+            for block_heads in self._heads_of_block(heads):
                 yield block_heads, rows
+
+    def _heads_of_block(self, heads: range) -> Iterable[range]:
+        """The heads of the block that these query heads use."""
+        return (heads,)
 
     def _union_of_masks(self, ranks: tuple[range, ...], owner: int) -> RowSets:
         """`needed_rows` for a block with many ranges: the union of one mask per rank."""
@@ -236,7 +247,7 @@ class KeyDemand(BlockDemand):
 
     def grouped(self, size: int) -> KeyDemand:
         readers = None if self.readers is self.layout else self.readers.grouped(size)
-        return KeyDemand(self.pattern, self.layout.grouped(size), self.heads, self.kv_heads, readers)
+        return KeyDemand(self.pattern, self.layout.grouped(size), self.heads, self.kv_heads, readers, self.block_heads)
 
     def share_answers(self, other: KeyDemand) -> None:
         """Use the cache of `other`, which must have the same layout, heads and visible pairs."""
@@ -299,7 +310,16 @@ class KeyDemand(BlockDemand):
         return find_tiles(self.pattern, self.readers.shard(rank), self.layout.shard(owner), self.heads)
 
     def _seen_rows(self, rank: int, owner: int) -> Iterator[tuple[range, range]]:
-        return ((work.kv, run) for work in self.works(rank, owner, ALL_ROWS) for run in work.k)
+        works = self.works(rank, owner, ALL_ROWS)
+        return ((range(1) if self.whole_rows else work.kv, run) for work in works for run in work.k)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether all heads of a block travel together; heads of row sets are then no key/value heads."""
+        return self.block_heads != self.kv_heads
+
+    def _heads_of_block(self, heads: range) -> Iterable[range]:
+        return (range(1),) if self.whole_rows else _kv_heads(heads, self.group)
 
     @cached
     def joined_works(self, rank: int, owner: int, row_set: RowSet | AllRows = ALL_ROWS) -> tuple[Work, ...]:
@@ -313,7 +333,12 @@ class KeyDemand(BlockDemand):
         With a `RowSet`, only the pairs of its heads; key rows are then numbered as in the tensor of the row set.
         """
         if isinstance(row_set, RowSet):
-            return tuple(restrict_keys(self.works(rank, owner, ALL_ROWS), row_set))
+            works = self.works(rank, owner, ALL_ROWS)
+            if not self.whole_rows:
+                return tuple(restrict_keys(works, row_set))
+            found = tuple(restrict_keys(works, RowSet(tuple(range(self.kv_heads)), row_set.rows)))
+            assert sum(work.pairs for work in found) == sum(work.pairs for work in works), "the row set loses pairs"
+            return found
         return tuple(lower(join_tiles(join_dense(self._find_tiles(rank, owner))), self.group))
 
     @cached

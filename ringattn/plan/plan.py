@@ -121,6 +121,11 @@ class Plan(PlanSizes):
         """Whether the batch rows are planned as one long sequence, joined end to end."""
         return self.layout.stacked > 1
 
+    @property
+    def stride(self) -> int:
+        """The positions of a batch row in a plan that joins batch rows: row i begins at position i * stride."""
+        return max(_end(layout.base) for layout in (self.layout, self.q_layout) if layout is not None)
+
     @cached_property
     def output_scale(self) -> float:
         """The factor by which the output is multiplied, see `Pattern.output_scale`."""
@@ -133,7 +138,8 @@ class Plan(PlanSizes):
     def exchange_rows(self, kind: Kind, rank: int) -> tuple[int, ...]:
         """The number of rows that `rank` contributes to each tensor of a Ulysses exchange of this kind."""
         if kind in ("qkv", "dqkv"):
-            return self.layout_of("q").rows(rank), *[self.layout.rows(rank)] * 2
+            of_keys = len(self.exchange_tensors(kind, self.ulysses_size)) - 1
+            return self.layout_of("q").rows(rank), *[self.layout.rows(rank)] * of_keys
         return (self.layout_of("q").rows(rank),) * 2
 
     @cached_property
@@ -148,7 +154,11 @@ class Plan(PlanSizes):
     @cached_property
     def demand(self) -> KeyDemand:
         """Which keys each rank needs. In a plan with Ulysses groups use the demand of a `ring_plan` instead."""
-        return KeyDemand(self.pattern, self.layout, self.heads, self.kv_heads, self.q_layout)
+        return self.demand_of(self.pattern)
+
+    def demand_of(self, pattern: Pattern) -> KeyDemand:
+        """Which keys each rank would need under another pattern."""
+        return KeyDemand(pattern, self.layout, self.heads, self.kv_heads, self.q_layout, self.block_heads)
 
     @cached_property
     def query_demand(self) -> QueryDemand:
@@ -419,6 +429,7 @@ class Plan(PlanSizes):
             q_layout = self.q_layout.base
             partition |= {"q_layout": q_layout.name, "q_tokens": q_layout.tokens}
             partition |= {"q_partition": q_layout.runs} if isinstance(q_layout, Balanced) else {}
+        sizes = {name: value for name, value in self.sizes.items() if name != "block" or value is not None}
         return {
             **partition,
             "format": FORMAT,
@@ -427,7 +438,7 @@ class Plan(PlanSizes):
             "ranks": self.ranks,
             "layout": layout.name,
             "schedule": self.schedule,
-            **self.sizes,
+            **sizes,
             "batch": self.batch * self.layout.stacked,
         }
 

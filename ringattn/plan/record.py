@@ -31,6 +31,7 @@ class PlanRecord(Struct):
     batch: Annotated[int, Meta(le=(1 << 63) - 1)]
     comm_dtype: str | None
     rotate: str
+    block: list[tuple[int, int, str]] | None = None
     partition: list[tuple[int, int]] | None = None
     q_layout: str | None = None
     q_tokens: Annotated[int, Meta(le=(1 << 63) - 1)] = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from ..cache import Value
-from ..dtypes import ITEM_BYTES, dtype_name
+from ..dtypes import ITEM_BYTES, ROW_BYTES, dtype_name
 from ..errors import InvalidInput
 from ..pattern.base import check_integer
 from ..text import did_you_mean, shown
@@ -38,7 +38,8 @@ ORDER: dict[Kind, int] = {"grad": 0, "dq": 0, "part": 0, "row": 1, "kv": 2, "q":
 class Part(NamedTuple):
     """Part of a message: rows of the block of `owner`, or sums for these rows (such as gradients) on their way to it.
 
-    `row_set` says which rows of which heads: key/value heads, or query heads under pass-Q.
+    `row_set` says which rows of which heads: key/value heads, or query heads under pass-Q. In a plan with a `block`
+    it has one head, which stands for all heads of all tensors.
     """
 
     kind: Kind
@@ -115,8 +116,9 @@ ROTATE = ("auto", "kv", "q")
 class PlanSizes(Value):
     """The sizes, dtypes and options of a plan: all inputs other than pattern, layout and schedule.
 
-    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype. Raises InvalidInput for
-    a wrong value.
+    `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype. `block` lists (heads,
+    width, dtype) of the tensors that travel if keys and values are expanded from these at the visit, see `ra.Rows`; the
+    dtype defaults to `dtype`. None: k and v travel. Raises InvalidInput for a wrong value.
     """
 
     heads: int = 1
@@ -127,6 +129,7 @@ class PlanSizes(Value):
     batch: int = 1
     comm_dtype: str | None = None
     rotate: str = "auto"
+    block: tuple[tuple[int, int, str], ...] | None = None
 
     def __post_init__(self) -> None:
         self._normalize(
@@ -147,33 +150,62 @@ class PlanSizes(Value):
         if self.comm_dtype is not None and self.comm_dtype not in fitting:  # float16 lacks the range of gradients
             raise InvalidInput(f"comm_dtype={self.comm_dtype}: {self.dtype} may travel as {' or '.join(fitting)}")
         parse_rotate(self.rotate)
+        if self.block is not None:
+            shaped = isinstance(self.block, list | tuple) and all(isinstance(x, list | tuple) for x in self.block)
+            if not shaped or not self.block or not {*map(len, self.block)} <= {2, 3}:
+                raise InvalidInput(f"block={shown(self.block)}: expected (heads, width) of each tensor of a row")
+            self._normalize(block=tuple([self._check_tensor(*tensor) for tensor in self.block]))
+
+    def _check_tensor(self, heads: int, width: int, dtype: object = None) -> tuple[int, int, str]:
+        """(heads, width, dtype) of a tensor of `block`, normalized. Raises InvalidInput."""
+        name, example = self.dtype if dtype is None else dtype_name(dtype), "block=((1, 512), (1, 64))"
+        if name not in ROW_BYTES:
+            raise InvalidInput(f"rows of dtype {name} are not supported; expected one of {', '.join(ROW_BYTES)}")
+        return check_integer(heads, "heads of a block", 1, example), check_integer(width, "width", 1, example), name
 
     @property
     def sizes(self) -> dict[str, Any]:
         """The sizes by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(PlanSizes)}
 
-    def part_dtype(self, kind: Kind, *, as_sent: bool = True) -> str:
-        """The dtype of a kind of part in messages or, with as_sent=False, the dtype in which ranks compute with it."""
-        if as_sent and self.comm_dtype is not None and kind not in UNROUNDED:
-            return self.comm_dtype
-        return self.dtype if kind in ("kv", "q", "query") or self.dtype == "float64" else "float32"
+    @property
+    def block_heads(self) -> int:
+        """The heads of a row set of a block of keys: one stands for all if all heads of all tensors travel together."""
+        return self.kv_heads if self.block is None else 1
 
     def part_heads(self, kind: Kind) -> int:
-        """The number of heads of a block or of its sums."""
-        return self.kv_heads if kind in OF_KEYS else self.heads
+        """The number of heads of a row set of a block or of its sums."""
+        return self.block_heads if kind in OF_KEYS else self.heads
 
-    def part_widths(self, kind: Kind) -> tuple[int, ...]:
-        """The last dimension of each tensor in parts of this kind, such as (D, Dv) for "kv"."""
-        if kind == "row":  # lse and delta
-            return 1, 1
-        if kind == "part":  # out and lse
-            return self.value_dim, 1
-        return (self.head_dim,) if kind in ("dq", "query") else (self.head_dim, self.value_dim)
+    def tensors(self, kind: Kind, *, as_sent: bool = True) -> tuple[tuple[int, int, str], ...]:
+        """(heads, width, dtype) of each tensor in parts of this kind; in "grad", of those of a block with a gradient.
+
+        The dtype is that of messages or, with as_sent=False, that in which ranks compute.
+        """
+        found: Iterable[tuple[int, int, str]]
+        sums = _wide(self.dtype)
+        if kind in OF_KEYS:
+            keys, values = (self.kv_heads, self.head_dim, self.dtype), (self.kv_heads, self.value_dim, self.dtype)
+            found = (keys, values) if self.block is None else self.block
+            if kind == "grad":
+                found = [(heads, width, _wide(dtype)) for heads, width, dtype in found if dtype in ITEM_BYTES]
+        elif kind == "row":  # lse and delta
+            found = [(self.heads, 1, sums)] * 2
+        elif kind == "part":  # out and lse
+            found = (self.heads, self.value_dim, sums), (self.heads, 1, sums)
+        elif kind == "q":
+            found = [(self.heads, width, self.dtype) for width in (self.head_dim, self.value_dim)]
+        else:
+            found = [(self.heads, self.head_dim, self.dtype if kind == "query" else sums)]
+        if not as_sent or self.comm_dtype is None or kind in UNROUNDED:
+            return tuple(found)
+        comm, least = self.comm_dtype, ITEM_BYTES[self.comm_dtype]
+        return tuple((h, w, comm if ITEM_BYTES.get(dtype, 0) >= least else dtype) for h, w, dtype in found)
 
     def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool = True) -> int:
-        """The bytes of `rows` rows in a part of this kind; `rows` is summed over heads."""
-        return self.batch * rows * sum(self.part_widths(kind)) * ITEM_BYTES[self.part_dtype(kind, as_sent=as_sent)]
+        """The bytes of `rows` rows in a part of this kind; `rows` is summed over the heads of row sets."""
+        per_row = sum(heads * width * ROW_BYTES[dtype] for heads, width, dtype in self.tensors(kind, as_sent=as_sent))
+        return self.batch * rows * per_row // self.part_heads(kind)
 
     def member_heads(self, ulysses_size: int) -> tuple[int, int]:
         """(query heads, key/value heads) that each rank of a Ulysses group attends with.
@@ -183,15 +215,28 @@ class PlanSizes(Value):
         """
         return self.heads // ulysses_size, max(self.kv_heads // ulysses_size, 1)
 
-    def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
-        """The bytes of a message between two ranks of a Ulysses group: one rank's heads, `rows` rows per tensor."""
-        item = ITEM_BYTES[self.dtype]
+    def exchange_tensors(self, kind: Kind, ulysses_size: int) -> tuple[tuple[int, int, str], ...]:
+        """(heads, width, dtype) of each tensor in a message between two ranks of a Ulysses group: one rank's heads.
+
+        Tensors of a `block` are not split by heads: each rank of a group gets all of them.
+        """
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):
-            width = rows[0] * heads * self.head_dim + rows[1] * kv_heads * (self.head_dim + self.value_dim)
-            return self.batch * width * item
-        lse_item = max(item, 4)
-        return self.batch * rows[0] * heads * (self.value_dim * item + lse_item)
+            of_keys = ((kv_heads, self.head_dim, self.dtype), (kv_heads, self.value_dim, self.dtype))
+            block = of_keys if self.block is None else self.block
+            return (heads, self.head_dim, self.dtype), *(x for x in block if kind == "qkv" or x[2] in ITEM_BYTES)
+        # lse or its gradient comes first, so that the wider dtype is aligned.
+        return (heads, 1, _wide(self.dtype)), (heads, self.value_dim, self.dtype)
+
+    def exchange_bytes(self, kind: Kind, rows: Sequence[int], ulysses_size: int) -> int:
+        """The bytes of a message between two ranks of a Ulysses group: one rank's heads, `rows` rows per tensor."""
+        tensors = zip(rows, self.exchange_tensors(kind, ulysses_size), strict=True)
+        return self.batch * sum(count * heads * width * ROW_BYTES[dtype] for count, (heads, width, dtype) in tensors)
+
+
+def _wide(dtype: str) -> str:
+    """The dtype of sums, as `kernels.memory.wide`."""
+    return dtype if dtype == "float64" else "float32"
 
 
 def parse_rotate(rotate: object, *, both: bool = False) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from math import prod
 
@@ -13,12 +14,11 @@ from torch import Tensor
 
 from ..cache import cached
 from ..kernels.contract import Tensors
-from ..kernels.memory import wide
 from ..plan.plan import Plan
 from ..plan.row_sets import RowCopy, RowSet, find_copies, to_numbers
-from ..plan.steps import BLOCKS, SUMS, Hop, Kind, Part, Step
+from ..plan.steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, Step
 from ..transport.base import Wait
-from .tensors import ALL, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, View
+from .tensors import ALL, EVERY_HEAD, Actions, How, Memory, Move, NumberedPost, Numbers, RowIndex, View
 
 #: Shape and dtype of one tensor of a part.
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
@@ -326,7 +326,10 @@ class RankState(StepMessages):
     def _shared_rows(self, target: Part, source: Part) -> tuple[RowCopy, ...]:
         """The rows that a part shares with another part of its block."""
         heads, rows = self.plan.part_heads(target.kind), self.plan.layout_of(target.kind).rows(target.owner)
-        return find_copies(target.row_set, source.row_set, heads, rows)
+        copies = find_copies(target.row_set, source.row_set, heads, rows)
+        if self.plan.block is None or target.kind not in OF_KEYS:
+            return copies
+        return tuple(replace(rows, to_heads=EVERY_HEAD, from_heads=EVERY_HEAD) for rows in copies)
 
     def _take_in(self, part: Part, buffer: Buffer) -> None:
         """Take in one part that has arrived in `buffer`."""
@@ -390,7 +393,7 @@ def _use(part: Part) -> tuple[bool, int]:
 def find_places(plan: Plan, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
     """(heads [H], positions [1 or H, rows]) of a part of a block, int64."""
     positions, rows = plan.layout_of(part.kind).positions(part.owner), part.row_set
-    heads = np.arange(plan.part_heads(part.kind))
+    heads = np.arange(plan.kv_heads if part.kind in OF_KEYS else plan.heads)
     if isinstance(rows, RowSet):
         heads, positions = np.array(rows.heads), np.stack([positions[to_numbers(x)] for x in rows.rows])
     with torch.inference_mode(False):  # the cache outlives the caller's inference mode
@@ -403,19 +406,22 @@ def place_parts(
     """(bytes of a message, places): for each part, the first byte and the spec of each of its tensors.
 
     Parts are placed without padding. Parts whose sizes are multiples of ALIGNED bytes come first, so each begins at a
-    multiple of ALIGNED bytes, as GPU kernels require for blocks that they read in place. The others follow in
-    descending order of their item sizes, so that each begins at a multiple of its item size. `as_sent` means the dtypes
-    of messages, otherwise those in which kernels compute.
+    multiple of ALIGNED bytes, as GPU kernels require for blocks that they read in place. The tensors of these parts,
+    and then those of the others, are in descending order of their item sizes, so that each begins at a multiple of its
+    item size. `as_sent` means the dtypes of messages, otherwise those in which kernels compute.
     """
     sizes = [plan.part_bytes(part, as_sent=as_sent) for part in parts]
     specs = [tensor_specs(plan, part, as_sent=as_sent) for part in parts]
-    places: dict[Part, list[tuple[int, TensorSpec]]] = {}
-    start = 0
-    for i in sorted(range(len(parts)), key=lambda i: (sizes[i] % ALIGNED != 0, -specs[i][0][1].itemsize)):
-        places[parts[i]] = []
-        for spec in specs[i]:
-            places[parts[i]].append((start, spec))
-            start += prod(spec[0]) * spec[1].itemsize
+    order = [
+        (size % ALIGNED != 0, -spec[1].itemsize, i, j)
+        for i, size in enumerate(sizes)
+        for j, spec in enumerate(specs[i])
+    ]
+    starts, start = {}, 0
+    for _, _, i, j in sorted(order):
+        starts[i, j] = start
+        start += prod(specs[i][j][0]) * specs[i][j][1].itemsize
+    places = {part: [(starts[i, j], spec) for j, spec in enumerate(specs[i])] for i, part in enumerate(parts)}
     return start, places
 
 
@@ -436,23 +442,20 @@ def tensor_specs(plan: Plan, part: Part, *, as_sent: bool) -> list[TensorSpec]:
 
     Shapes are [B, heads, rows, width], and [B, heads, rows] for lse of visited queries.
     """
+    rows: Sequence[int]
     if part.kind in (*BLOCKS, *SUMS):
-        dtype: torch.dtype = getattr(torch, plan.part_dtype(part.kind, as_sent=as_sent))
         ring_plan, _ = plan.ring_plan(0)
-        heads, rows = ring_plan.part_heads(part.kind), ring_plan.layout_of(part.kind).rows(part.owner)
+        tensors = ring_plan.tensors(part.kind, as_sent=as_sent)
+        rows = [ring_plan.layout_of(part.kind).rows(part.owner)] * len(tensors)
         if isinstance(part.row_set, RowSet):
-            heads, rows = len(part.row_set.heads), part.row_set.count
-        if part.kind == "row":  # lse in the kernels' form, and another number per row
-            return [((plan.batch, heads, rows), dtype), ((plan.batch, heads, rows, 1), dtype)]
-        if part.kind == "part":
-            return [((plan.batch, heads, rows, ring_plan.value_dim), dtype), ((plan.batch, heads, rows), dtype)]
-        return [((plan.batch, heads, rows, width), dtype) for width in ring_plan.part_widths(part.kind)]
-    # The exchange in a Ulysses group: one member's rows, for one member's heads, in full precision.
-    counts = plan.exchange_rows(part.kind, part.owner)
-    heads, kv_heads = plan.member_heads(plan.ulysses_size)
-    own: torch.dtype = getattr(torch, plan.dtype)
-    if part.kind in ("qkv", "dqkv"):
-        sizes = ((heads, plan.head_dim), (kv_heads, plan.head_dim), (kv_heads, plan.value_dim))
-        return [((plan.batch, count, n, width), own) for n, (count, width) in zip(counts, sizes, strict=True)]
-    # lse or its gradient comes first, so that the wider dtype is aligned.
-    return [((plan.batch, heads, counts[0], 1), wide(own)), ((plan.batch, heads, counts[0], plan.value_dim), own)]
+            rows = [part.row_set.count] * len(tensors)
+            if part.kind not in OF_KEYS or plan.block is None:
+                tensors = tuple((len(part.row_set.heads), width, dtype) for _, width, dtype in tensors)
+    else:  # the exchange in a Ulysses group: one member's rows, for one member's heads, in full precision
+        tensors, rows = plan.exchange_tensors(part.kind, plan.ulysses_size), plan.exchange_rows(part.kind, part.owner)
+    specs: list[TensorSpec] = []
+    for of_tensor, (heads, width, dtype) in zip(rows, tensors, strict=True):
+        is_lse = (part.kind, len(specs)) in (("row", 0), ("part", 1))  # lse in the kernels' form
+        shape = (plan.batch, heads, of_tensor, *(() if is_lse else (width,)))
+        specs.append((shape, getattr(torch, dtype)))
+    return specs

@@ -56,15 +56,16 @@ class HeadExchange(StepMessages):
         """Record the exchange of the tensors in a part of this kind, such as "qkv"."""
         member = self.rank % self.size
         ring_plan, owner = self.plan.ring_plan(self.rank)
-        #: The layout of each tensor: the queries', and for k and v in "qkv" and "dqkv" the keys'.
-        self.kinds: tuple[Kind, ...] = ("q", "kv", "kv") if kind in ("qkv", "dqkv") else ("q", "q")
-        group_rows = [ring_plan.layout_of(each).rows(owner) for each in self.kinds]
         specs = tensor_specs(self.plan, Part(kind, self.rank), as_sent=True)
+        #: The layout of each tensor: the queries', and for those of a block in "qkv" and "dqkv" the keys'.
+        others: Kind = "kv" if kind in ("qkv", "dqkv") else "q"
+        self.kinds: tuple[Kind, ...] = ("q", *[others] * (len(specs) - 1))
+        group_rows = [ring_plan.layout_of(each).rows(owner) for each in self.kinds]
         self.heads = [spec[0][1] for spec in specs]
         #: Of a key/value head with copies, one is sent, and the gradients of all copies come back.
         self.all_heads = [heads * self.size for heads in self.heads]
         if kind == "qkv":
-            self.all_heads[1:] = [self.plan.kv_heads] * 2
+            self.all_heads[1:] = [self.plan.kv_heads] * 2 if self.plan.block is None else self.heads[1:]
         by_tokens = [
             ((batch, heads, rows, width), dtype)
             for heads, ((batch, _, rows, width), dtype) in zip(self.all_heads, specs, strict=True)
@@ -108,8 +109,12 @@ class HeadExchange(StepMessages):
 
     def _heads_of(self, member: int, tensor: int) -> Side:
         """The heads of a member, in all rows of this rank."""
+        rows = range(self.plan.layout_of(self.kinds[tensor]).rows(self.rank))
+        if self.plan.block is not None and self.kinds[tensor] == "kv":  # each member has all heads: copies are adjacent
+            heads = self.all_heads[tensor]
+            return (range(heads) if heads == self.heads[tensor] else range(member, heads, self.size)), rows
         first = member * self.all_heads[tensor] // self.size
-        return range(first, first + self.heads[tensor]), range(self.plan.layout_of(self.kinds[tensor]).rows(self.rank))
+        return range(first, first + self.heads[tensor]), rows
 
     def _rows_of(self, member: int, tensor: int) -> Side:
         """The rows of a member among the rows of its group, in all heads of this member."""

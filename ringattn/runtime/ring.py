@@ -13,15 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.contract import CallData, KernelPass, QueryRows, VisitKernel
-from ..kernels.memory import align_rows, as_dtype, wide_zeros
+from ..kernels.contract import CallData, Chosen, KernelPass, QueryRows, Tensors, VisitKernel
+from ..kernels.memory import align_rows, as_dtype, differentiable, wide_zeros
 from ..plan.plan import Plan
 from ..transport.base import Program
 from .buffers import find_places
 from .program import NumberedVisit, RankProgram, RingRun
 
-#: (dq, dk, dv).
-Gradients = tuple[Tensor, Tensor, Tensor]
 #: Begins an execution of the rank's program, with its memory: when its turn comes, not when it is asked for.
 BeginRun = Callable[[], RingRun]
 #: The tensors of a visit, as arguments of the kernel.
@@ -34,7 +32,7 @@ class Job:
 
     `lse`: whether the loss of any rank may depend on lse; all ranks give the same value. With `cast_grads=False`,
     gradients keep the dtype in which they were summed. `sinks` [H] are merged into the output, see
-    `softmax.merge_sinks_`.
+    `softmax.merge_sinks_`. `chosen` are the keys that the rank's queries have chosen.
     """
 
     plan: Plan
@@ -44,8 +42,9 @@ class Job:
     lse: bool = False
     cast_grads: bool = True
     sinks: Tensor | None = None
+    chosen: Chosen | None = None
 
-    def begin(self, program: RankProgram, q: Tensor, k: Tensor, v: Tensor) -> KernelPass:
+    def begin(self, program: RankProgram, q: Tensor, block: Tensors) -> KernelPass:
         """The kernel in the pass of this rank that the program describes."""
         call = CallData(
             self.scale,
@@ -56,8 +55,9 @@ class Job:
             self.lse,
             self.own_sinks(program.heads),
             program.prepared,
+            self.chosen,
         )
-        return self.kernel.begin(call, q, (k, v))
+        return self.kernel.begin(call, q, block)
 
     def own_sinks(self, heads: range) -> Tensor | None:
         """The sinks of these query heads."""
@@ -72,12 +72,15 @@ class Job:
         """
         return self.plan.comm_dtype is None and not self.lse
 
-    def cast(self, gradients: Gradients, like: Gradients) -> Gradients:
-        """The gradients in the dtypes of the inputs, unless the job keeps them as they were summed."""
+    def cast(self, gradients: Tensors, *inputs: Tensor) -> Tensors:
+        """The gradients in the dtypes of the inputs, unless the job keeps them as they were summed.
+
+        Gradients of weights follow; they stay as they were summed, because virtual ranks add them up.
+        """
         if not self.cast_grads:
             return gradients
-        dq, dk, dv = [as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=True)]
-        return dq, dk, dv
+        like = differentiable(inputs)
+        return *(as_dtype(x, y.dtype) for x, y in zip(gradients, like, strict=False)), *gradients[len(like) :]
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class ForwardResult:
 
 
 #: A forward, and a backward, of a ring; Ulysses has them between its exchanges.
-Forward = Callable[[Job, BeginRun, Tensor, Tensor, Tensor, Tensor | None], Program[ForwardResult]]
-Backward = Callable[[Job, BeginRun, Tensor, Tensor | None, Gradients, ForwardResult], Program[Gradients]]
+Forward = Callable[[Job, BeginRun, Tensor, Tensors, Tensor | None], Program[ForwardResult]]
+Backward = Callable[[Job, BeginRun, Tensor, Tensor | None, Tensor, Tensors, ForwardResult], Program[Tensors]]
 
 
 def turn_in_order(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool = False) -> Program[None]:
@@ -114,12 +117,12 @@ def turn(run: RingRun, kernel: KernelPass, tensors: TensorsOf, *, backward: bool
         yield from run.perform(step.waits)
 
 
-def forward(job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> Program[ForwardResult]:
+def forward(job: Job, begin: BeginRun, q: Tensor, block: Tensors, out: Tensor | None) -> Program[ForwardResult]:
     """Attention of the local queries to the keys of all ranks, written to `out` if given."""
     run = begin()
-    q, k, v = map(align_rows, (q, k, v))
-    run.give(run.program.own["kv"], (k, v))
-    kernel = job.begin(run.program, q, k, v)
+    q, *own = map(align_rows, (q, *block))
+    run.give(run.program.own["kv"], own)
+    kernel = job.begin(run.program, q, tuple(own))
     sums = kernel.new_sums(out)
 
     def tensors(visit: NumberedVisit) -> tuple[Any, ...]:
@@ -130,17 +133,18 @@ def forward(job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Ten
 
 
 def backward(
-    job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, inputs: Gradients, result: ForwardResult
-) -> Program[Gradients]:
+    job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, result: ForwardResult
+) -> Program[Tensors]:
     """(dq, dk, dv) from dO and, if given, the gradient of lse; dk and dv travel to the owner of their block.
 
-    With the lse of whole rows the weights of each visit are final, so that gradients of visits add up.
+    With the lse of whole rows the weights of each visit are final, so that gradients of visits add up. Of another block
+    than (k, v), the gradients of its tensors that have one, and then those of the weights that expand it.
     """
     run = begin()
-    grad, q, k, v, out = map(align_rows, (grad, *inputs, result.out))
-    kernel = job.begin(run.program, q, k, v)
-    stay, travel = kernel.new_grads(), (wide_zeros(k), wide_zeros(v))
-    run.give(run.program.own["kv"], (k, v))
+    grad, out, q, *own = map(align_rows, (grad, result.out, q, *block))
+    kernel = job.begin(run.program, q, tuple(own))
+    stay, travel = kernel.new_grads(), tuple(map(wide_zeros, differentiable(own)))
+    run.give(run.program.own["kv"], own)
     run.give(run.program.saved, result.saved)
     run.give(run.program.sums["grad"], travel)
     rows = QueryRows(grad, q, result.lse, out=out, grad_lse=grad_lse)
@@ -149,5 +153,5 @@ def backward(
         return rows, run.get(visit.block), stay, run.get(visit.sums)
 
     yield from turn(run, kernel, tensors, backward=True)
-    (dq,) = kernel.finish_grads(stay)
-    return job.cast((dq, *travel), inputs)
+    dq, *of_weights = kernel.finish_grads(stay)
+    return job.cast((dq, *travel, *of_weights), q, *own)

@@ -24,6 +24,10 @@ from ..transport.base import TAGS, Message, Post, Program, Tags, Wait
 Numbers = tuple[int, ...]
 
 
+#: All heads of a tensor, however many it has: a slice ends with the tensor.
+EVERY_HEAD = range(1 << 30)
+
+
 class RowIndex(NamedTuple):
     """Which rows of the source a copy reads, and which of the target it writes, as indices for torch.
 
@@ -181,6 +185,6 @@ def _index(
     """(the view's index, the numbers of its rows) for heads and rows of a tensor of this shape; see `RowIndex`."""
     numbers = None if isinstance(rows, range) else torch.as_tensor(np.asarray(rows), device=device)
     run = rows if isinstance(rows, range) else range(shape[2])
-    if (heads, run) == (range(shape[1]), range(shape[2])):
+    if heads in (EVERY_HEAD, range(shape[1])) and run == range(shape[2]):
         return None, numbers
     return (slice(None), *(slice(r.start, r.stop, r.step) for r in (heads, run))), numbers

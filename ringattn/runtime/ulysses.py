@@ -5,46 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.contract import Tensors
+from ..kernels.memory import differentiable
 from ..transport.base import Program
-from .ring import Backward, BeginRun, Forward, ForwardResult, Gradients, Job
+from .ring import Backward, BeginRun, Forward, ForwardResult, Job
 
-#: Tensors that a forward saves in addition to those of the ring: q, k, v, out and lse of this rank's heads.
-SAVED_BY_EXCHANGE = 5
+#: Tensors that a forward saves in addition to those of the ring and the block: q, out and lse of this rank's heads.
+SAVED_BY_EXCHANGE = 3
 
 
 def forward(
-    inner: Forward, job: Job, begin: BeginRun, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *, save: bool
+    inner: Forward, job: Job, begin: BeginRun, q: Tensor, block: Tensors, out: Tensor | None, *, save: bool
 ) -> Program[ForwardResult]:
     """The forward `inner` for this rank's heads, in all rows of its group; all heads of its own rows are returned."""
     run = begin()
     enter, leave = run.program.enter, run.program.leave
     assert enter is not None and leave is not None
-    q, k, v = yield from enter.perform(run, (q, k, v), "forward step 0, exchange of q, k and v")
-    found = yield from inner(job, lambda: run, q, k, v, None)
+    q, *own = yield from enter.perform(run, (q, *block), "forward step 0, exchange of q, k and v")
+    found = yield from inner(job, lambda: run, q, tuple(own), None)
     label = f"forward step {leave.index}, exchange of the output"
     lse, all_heads = yield from leave.perform(run, (found.lse.unsqueeze(-1), found.out), label)
-    saved = (*found.saved, q, k, v, found.out, found.lse) if save else ()
+    saved = (*found.saved, q, *own, found.out, found.lse) if save else ()
     return ForwardResult(all_heads if out is None else out.copy_(all_heads), lse.squeeze(-1), saved)
 
 
 def backward(
     inner: Backward, job: Job, begin: BeginRun, grad: Tensor, grad_lse: Tensor | None, result: ForwardResult
-) -> Program[Gradients]:
+) -> Program[Tensors]:
     """The backward `inner` for this rank's heads; gradients of all heads of its own rows are returned."""
     run = begin()
     enter, leave = run.program.enter, run.program.leave
     assert enter is not None and leave is not None
-    *saved, q, k, v, out, lse = result.saved
+    *saved, out, lse = result.saved
+    own = len(job.plan.tensors("kv"))
+    saved, q, block = saved[: -1 - own], saved[-1 - own], tuple(saved[-own:])
     # The plan always includes the bytes of a gradient of lse, even if there is none.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
     column, grad = yield from enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = ForwardResult(out, lse, tuple(saved))
-    gradients = yield from inner(job, lambda: run, grad, grad_lse, (q, k, v), result)
+    gradients = yield from inner(job, lambda: run, grad, grad_lse, q, block, result)
     label = f"backward step {leave.index}, exchange of dq, dk and dv"
-    dq, dk, dv = yield from leave.perform(run, gradients, label)
-    return dq, _sum_copies(dk, job.plan.kv_heads), _sum_copies(dv, job.plan.kv_heads)
+    count = 1 + len(differentiable(block))
+    dq, *of_keys = yield from leave.perform(run, gradients[:count], label)
+    heads = [heads for heads, *_ in job.plan.tensors("grad")]
+    return dq, *map(_sum_copies, of_keys, heads), *gradients[count:]
 
 
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Three toys on the contract of kernels: one expands rows, one keeps leaves, one launches the visits of many ranks."""
+"""Two toys on the contract of kernels: one keeps leaves, one launches the visits of many ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.call import compile as compiling
-from ringattn.kernels import get_kernel
 from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.kernels.calls import CallsPass
 from ringattn.kernels.contract import CallData, KernelPass, QueryRows, Tensors
 from ringattn.kernels.reference import Reference
 from ringattn.plan.visit import Visit
-from ringattn.plan.work import Work
 from ringattn.runtime import ring
 from ringattn.transport.base import Compute, Program
 
@@ -77,128 +75,6 @@ def test_ready_visits_of_all_ranks_are_one_launch(
     assert all(count == blocks for count, blocks in counts)
     for one, other in zip((alone.out, alone.lse, *alone.grads), (found.out, found.lse, *found.grads), strict=True):
         assert torch.equal(one, other)
-
-
-class Expanding(Reference):
-    """A kernel whose keys and values are expanded at the visit, `chunk` rows at a time, by weights [K, D, D]."""
-
-    chunk, weights = 3, (torch.empty(0), torch.empty(0))
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return Expanding, self.chunk
-
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
-        parts = [[*cut(visit, self.chunk)] for visit in visits]
-        tables, unseen = super().prepare([part for of in parts for _, part in of], heads, rows, backward=backward)
-        table = iter(tables)
-        return [[(at, replace(part, table=next(table))) for at, part in of] for of in parts], unseen
-
-    def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
-        return ExpandingPass(super().begin(call, q, self.expand(block)), self)
-
-    def expand(self, block: Tensors) -> Tensors:
-        if all(torch.equal(weight, torch.eye(weight.shape[1]).to(weight).expand_as(weight)) for weight in self.weights):
-            return block
-        return tuple(x @ weight for x, weight in zip(block, self.weights, strict=True))
-
-
-def cut(visit: Visit, size: int) -> Iterator[tuple[slice, Visit]]:
-    """The visits of `size` key rows each that a visit consists of, and where these rows lie in its block."""
-    last = max((run[-1] + 1 for work in visit.works for run in work.k), default=0)
-    for start in range(0, last, size):
-        works = [part for work in visit.works if (part := narrow(work, start, start + size)) is not None]
-        if works:
-            yield slice(start, start + size), replace(visit, works=works, first=True)
-
-
-def narrow(work: Work, start: int, stop: int) -> Work | None:
-    """The pairs of a work with key rows start .. stop - 1, which are then counted from `start`."""
-    (run,) = work.k
-    first, last = max(run.start, start), min(run.stop, stop)
-    if first >= last:
-        return None
-    keys = (first - run.start, last - run.start)
-    # Rows that see one of these keys.
-    top = 0 if work.lo is None else max(0, keys[0] + work.lo)
-    bottom = len(work.q) if work.hi is None else min(len(work.q), keys[1] + work.hi)
-    if top >= bottom:
-        return None
-    part = work.narrow((top, bottom), keys)
-    return replace(part, k=(range(first - start, last - start),))
-
-
-class ExpandingPass(KernelPass):
-    """The pass of `Expanding`, around one of the kernel that computes with the expanded rows."""
-
-    #: The gradients of the weights of each backward pass.
-    of_weights: ClassVar[list[tuple[Tensor, ...]]] = []
-    most = 0
-
-    def __init__(self, inner: KernelPass, kernel: Expanding) -> None:
-        self.inner, self.kernel = inner, kernel
-        self.new_sums, self.finish, self.new_grads = inner.new_sums, inner.finish, inner.new_grads  # type: ignore[method-assign]
-        self.totals = tuple(torch.zeros_like(x) for x in kernel.weights)
-
-    new_sums = finish = new_grads = lambda self, *_: None
-
-    def finish_grads(self, grads: Any) -> Tensors:
-        ExpandingPass.of_weights.append(self.totals)
-        return self.inner.finish_grads(grads)
-
-    def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> None:
-        for at, part in visit.table:
-            expanded = self.kernel.expand(tuple(x[:, :, at] for x in block))
-            ExpandingPass.most = max(ExpandingPass.most, expanded[0].shape[2])
-            self.inner.visit_forward(part, q, expanded, sums)
-
-    def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: Any, travel: Tensors) -> None:
-        for x in travel if visit.first else ():  # uninitialized
-            x.zero_()
-        for at, part in visit.table:
-            kept = tuple(x[:, :, at] for x in block)
-            sums = tuple(torch.full_like(x, torch.nan) for x in self.kernel.expand(kept))
-            self.inner.visit_backward(part, rows, self.kernel.expand(kept), stay, sums)
-            for total, of_weight, grad, weight, x in zip(
-                travel, self.totals, sums, self.kernel.weights, kept, strict=True
-            ):
-                total[:, :, at] += grad @ weight.mT
-                of_weight += (x.mT @ grad).sum(0)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("chunk", [3, 1000])
-def test_rows_expanded_at_the_visit(layout: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(TOKENS, 4, 2, torch.float64, lse=True, dim=8)
-    pattern, options = ra.Causal(), {"ranks": 4, "layout": layout, "schedule": "ring", "rotate": "kv"}
-    empty = torch.empty
-
-    def not_a_number(*args: Any, **named: Any) -> Tensor:
-        return empty(*args, **named).fill_(255)
-
-    for same in (True, False):
-        weights = [torch.eye(8, dtype=torch.float64).repeat(2, 1, 1) for _ in range(2)]
-        weights = weights if same else [torch.randn(2, 8, 8, dtype=torch.float64) for _ in range(2)]
-        leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v, *weights)]
-        q, k, v, wk, wv = leaves
-        wide = replace(case, q=q, k=k @ wk, v=v @ wv)
-        detached = replace(case, k=wide.k.detach(), v=wide.v.detach())
-        truth = dense(detached, torch.from_numpy(pattern.mask(TOKENS, 4)))
-        dk, dv, dwk, dwv = torch.autograd.grad((wide.k, wide.v), leaves[1:], truth.grads[1:])
-        ExpandingPass.of_weights.clear()
-        ExpandingPass.most = 0
-        kernel = Expanding().derive(chunk=chunk, weights=tuple(weights))
-        with monkeypatch.context() as patch:
-            patch.setattr("ringattn.runtime.tensors.empty", lambda *args: not_a_number(args[0], dtype=args[1]))
-            found = attend(kernel, case, pattern, monkeypatch, **options)
-        assert ExpandingPass.most <= chunk and len(ExpandingPass.of_weights) == 4
-        of_weights = [sum(parts) for parts in zip(*ExpandingPass.of_weights, strict=True)]
-        expected = truth.out, truth.lse, truth.grads[0], dk, dv, dwk, dwv
-        for one, other in zip((found.out, found.lse, *found.grads, *of_weights), expected, strict=True):
-            assert error(one, other) < 1e-12
-        if same and chunk >= TOKENS:  # the same calls; only dk and dv are summed in another order
-            plain = attend(get_kernel("reference", *case.inputs), case, pattern, monkeypatch, **options)
-            assert all(map(torch.equal, (found.out, found.lse, found.grads[0]), (plain.out, plain.lse, plain.grads[0])))
 
 
 LEAF = 4

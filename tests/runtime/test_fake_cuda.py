@@ -149,10 +149,10 @@ def run(ring: Ring) -> tuple[int, Recorder, Recorder]:
     q, k, v, grad = (torch.empty(1, HEADS, rows, DIM, dtype=BF16, device=CUDA) for _ in range(4))
     carrier = NoMessages(RANK, RANKS)
     with Recorder() as first:
-        result = drive(forward(job, q, k, v, save=True), carrier)
+        result = drive(forward(job, q, (k, v), save=True), carrier)
         grad_lse = torch.empty_like(result.lse) if ring.lse else None
     with Recorder() as second:
-        grads = drive(backward(job, grad, grad_lse, q, k, v, result), carrier)
+        grads = drive(backward(job, grad, grad_lse, q, (k, v), result), carrier)
     assert result.lse.dtype == FP32 and result.lse.shape == q.shape[:3]
     for x, like in zip((result.out, *grads), (q, q, k, v), strict=True):
         assert (x.shape, x.dtype, x.device) == (like.shape, like.dtype, CUDA)

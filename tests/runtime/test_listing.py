@@ -93,11 +93,11 @@ def test_ranks_do_what_a_listing_says(schedule: str) -> None:
         jobs = [Job(plan, rank, kernel, 1.0) for rank in range(RANKS)]
         shards = [[plan.layout.shard_tensor(x, rank) for x in (q, k, v)] for rank in range(RANKS)]
         noted: list[list[Any]] = [[] for _ in range(RANKS)]
-        programs = [forward(job, *mine, save=True) for job, mine in zip(jobs, shards, strict=True)]
+        programs = [forward(job, q, (k, v), save=True) for job, (q, k, v) in zip(jobs, shards, strict=True)]
         results = VirtualRanks(RANKS).run([requests_of(*each) for each in zip(programs, noted, strict=True)])
         back: list[list[Any]] = [[] for _ in range(RANKS)]
         each = zip(jobs, shards, results, strict=True)
-        programs = [backward(job, result.out, None, *mine, result) for job, mine, result in each]
+        programs = [backward(job, result.out, None, q, (k, v), result) for job, (q, k, v), result in each]
         VirtualRanks(RANKS).run([requests_of(*each) for each in zip(programs, back, strict=True)])
         for rank in range(RANKS):
             record = json.loads(plan.listing(rank).to_json())

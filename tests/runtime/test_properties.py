@@ -67,14 +67,14 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
     jobs = [Job(plan, rank, get_kernel("reference", q, k, v), 1.0) for rank in range(ranks)]
     shards = [[plan.layout.shard_tensor(x, rank) for x in (q, k, v)] for rank in range(ranks)]
     transport = VirtualRanks(ranks)
-    results = transport.run([forward(job, *mine, save=True) for job, mine in zip(jobs, shards, strict=True)])
+    results = transport.run([forward(job, q, (k, v), save=True) for job, (q, k, v) in zip(jobs, shards, strict=True)])
     for rank, counters in enumerate(transport.counters):
         assert (counters.sent_bytes, counters.sent_messages) == (plan.bytes_sent(rank), plan.messages(rank))
         counters.reset()
     transport.run(
         [
-            backward(job, result.out, None, *mine, result)
-            for job, mine, result in zip(jobs, shards, results, strict=True)
+            backward(job, result.out, None, q, (k, v), result)
+            for job, (q, k, v), result in zip(jobs, shards, results, strict=True)
         ]
     )
     for rank, counters in enumerate(transport.counters):

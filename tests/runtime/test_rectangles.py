@@ -82,12 +82,12 @@ def test_bytes_counted_are_the_bytes_planned(seed: int) -> None:
     shards = [[x.shard_tensor(y, job.rank) for x, y in zip(layouts, case.inputs, strict=True)] for job in jobs]
     grads = [layouts[0].shard_tensor(case.grad, job.rank) for job in jobs]
     transport = VirtualRanks(plan.ranks)
-    results = transport.run([forward(job, *mine, save=True) for job, mine in zip(jobs, shards, strict=True)])
+    results = transport.run([forward(job, q, (k, v), save=True) for job, (q, k, v) in zip(jobs, shards, strict=True)])
     for rank, counters in enumerate(transport.counters):
         assert (counters.sent_bytes, counters.sent_messages) == (plan.bytes_sent(rank), plan.messages(rank))
         counters.reset()
     each = zip(jobs, grads, shards, results, strict=True)
-    transport.run([backward(job, grad, None, *mine, result) for job, grad, mine, result in each])
+    transport.run([backward(job, grad, None, q, (k, v), result) for job, grad, (q, k, v), result in each])
     for rank, counters in enumerate(transport.counters):
         planned = plan.bytes_sent(rank, backward=True), plan.messages(rank, backward=True)
         assert (counters.sent_bytes, counters.sent_messages) == planned

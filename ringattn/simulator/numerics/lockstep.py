@@ -230,7 +230,7 @@ def _parts(batched: BatchedRanks, recv: _BatchMessage, index: int) -> Iterator[t
     """Yield each part of a member's message, its owner shifted for the member, and its tensors [heads, rows, width]."""
     views, by = iter(recv.views), batched.ranks[index] - batched.first
     for part in recv.hop.parts:
-        tensors = [next(views)[index] for _ in batched.plan.part_widths(part.kind)]
+        tensors = [next(views)[index] for _ in batched.plan.tensors(part.kind)]
         yield part._replace(owner=(part.owner + by) % batched.whole.ranks), tensors
 
 

@@ -87,14 +87,16 @@ def execute(
     inputs = [[source.stacked(name, layout, c.ranks) for name, layout in sides] for c in group]
     jobs = [Job(c.plan, c.first, kernel(), scale) for c in group]
     passes = [ring := Lockstep(group, answer)]
-    results: list[ForwardResult] = ring.run([forward(j, *x, save=grads) for j, x in zip(jobs, inputs, strict=True)])
+    results: list[ForwardResult] = ring.run(
+        [forward(j, q, (k, v), save=grads) for j, (q, k, v) in zip(jobs, inputs, strict=True)]
+    )
     factor = plan.pattern.output_scale
     given: Sequence[Tensors] = [()] * len(jobs)
     if grads:
         passes.append(back := Lockstep(group, answer, backward=True))
         cotangents = [source.stacked("grad", q_layout, c.ranks) * factor for c in group]
         each = zip(jobs, cotangents, inputs, results, strict=True)
-        given = back.run([backward(j, g, None, q, k, v, r) for j, g, (q, k, v), r in each])
+        given = back.run([backward(j, g, None, q, (k, v), r) for j, g, (q, k, v), r in each])
     outs = [r.out if factor == 1.0 else r.out * factor for r in results]
     return [Outcome(c.ranks, out, r.lse, g) for c, out, r, g in zip(group, outs, results, given, strict=True)], passes
 

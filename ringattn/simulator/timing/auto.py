@@ -190,7 +190,7 @@ def choose_rectangle(
     reason = _explain_idle(first)
     if not reason and first.ranks > WHOLE:
         reason = f"{first.ranks:,} ranks are more than the {WHOLE} up to which all steps are simulated for a choice"
-        keys = first.block_bytes("kv", first.kv_heads * first.tokens)
+        keys = first.block_bytes("kv", first.block_heads * first.tokens)
         queries = sum(first.block_bytes(kind, first.heads * first.q_tokens) for kind in _WITH_QUERIES)
         first = make(layouts[0], name, rotates[-1 if queries < keys else 0])
     if reason:
@@ -329,7 +329,7 @@ class _Comparison:
         if key not in self._demands:
             ring_plan = plan.ring_plan(0)[0]
             pattern = HeadSlice(self._pattern, 0) if plan.ulysses_size > 1 else self._pattern
-            self._demands[key] = KeyDemand(pattern, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads)
+            self._demands[key] = ring_plan.demand_of(pattern)
         self._pattern.left = LOOKUPS
         return self._demands[key]
 
@@ -429,7 +429,7 @@ def count_lookups(plan: Plan, rank: int) -> int | None:
     if not plan.batch:
         return 0
     metered = Metered(ring_plan.pattern, BUDGET)
-    demand = KeyDemand(metered, ring_plan.layout, ring_plan.heads, ring_plan.kv_heads, ring_plan.q_layout)
+    demand = ring_plan.demand_of(metered)
     try:
         ring_plan.make_rotation(demand).steps(place)
     except TooMany:

@@ -97,12 +97,12 @@ def make_passes(plan: Plan, rank: int, kernel: Kernel, carrier: Carrier) -> dict
     job = Job(plan, rank, kernel, plan.head_dim**-0.5)
 
     def run_forward() -> Any:
-        return drive(forward(job, q, k, v, save=True, tags=Tags.of_call(0, backward=False)), carrier)
+        return drive(forward(job, q, (k, v), save=True, tags=Tags.of_call(0, backward=False)), carrier)
 
     result = run_forward()
 
     def run_backward() -> Any:
-        return drive(backward(job, grad, None, q, k, v, result, tags=Tags.of_call(0, backward=True)), carrier)
+        return drive(backward(job, grad, None, q, (k, v), result, tags=Tags.of_call(0, backward=True)), carrier)
 
     run_backward()
     return {"forward": run_forward, "backward": run_backward}
