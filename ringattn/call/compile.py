@@ -111,7 +111,7 @@ class CompiledCall:
         return (q if self.sign == 1 else q * self.sign), *others
 
     def expanding(self, kernel: VisitKernel, rows: Any) -> VisitKernel:
-        """The kernel that expands `rows` at each visit and then computes as `kernel`; if they are k, `kernel` itself."""
+        """The kernel that expands `rows` at each visit and then computes as `kernel`; for k, `kernel` itself."""
         if not isinstance(rows, Rows):
             return kernel
         from ..kernels.expand import CHUNK_BYTES, Expanding  # few calls expand rows

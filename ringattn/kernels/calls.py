@@ -34,7 +34,9 @@ class Kernel(VisitKernel):
     #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
     chosen: tuple[Tensor, Tensor, Chosen] | None = None
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the rows without a pair."""
         if not backward and not any(visit.keys_stay for visit in visits):
             return plan_merges([visit.works for visit in visits], heads, rows, self.calls_of)

@@ -215,11 +215,13 @@ class VisitKernel(ABC):
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
         """Which ops compute these works, how many calls each makes, and why other ops are not used."""
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         """(a table for each visit, `CallData.prepared`). Called once for all visits of a pass, without tensors.
 
-        `heads` and `rows` are those of what stays: queries or, if queries visit, keys. The result is part of the
-        program, which the plan caches by rank, device and `key`.
+        `heads` and `kv_heads` are those of the rank's queries and of its block; `rows` are the rows that stay, which
+        are keys if queries visit. The result is part of the program, which the plan caches by rank, device and `key`.
         """
         return [None] * len(visits), None
 

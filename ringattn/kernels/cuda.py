@@ -84,11 +84,13 @@ class Cuda(AtenCuda):
             return self
         return Reference().derive(softcap=self.softcap, dropout=self.dropout, padded=self.padded, asked=self.asked)
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         if self.chooses_visits([visit.works for visit in visits]):
-            tables, count = self.visits.prepare(visits, heads, rows, backward=backward)
+            tables, count = self.visits.prepare(visits, heads, kv_heads, rows, backward=backward)
             return tables, (True, count)
-        tables, unseen = super().prepare(visits, heads, rows, backward=backward)
+        tables, unseen = super().prepare(visits, heads, kv_heads, rows, backward=backward)
         return tables, (False, unseen)
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:

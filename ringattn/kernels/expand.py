@@ -29,10 +29,10 @@ class Chunk:
 
     `rows` are those of the block of keys, which stay if queries visit. In `visit`, works count from the first of them.
     `part` names these rows of a block of keys that visits, with the key/value heads of the rank. `prepared` is what the
-    inner kernel found for them, if queries visit.
+    inner kernel found for the pass or, if queries visit, for the chunk.
     """
 
-    rows: slice
+    rows: range
     part: Part
     visit: Visit
     prepared: Any = None
@@ -72,24 +72,27 @@ class Expanding(VisitKernel):
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
         return self.inner.explain(*works, head_dim=head_dim)
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         """The chunks of each visit, with the tables of the inner kernel, and the rows without a pair."""
-        kv_heads = tuple(range(max(heads // self.group, 1)))
-        chunks = [[*cut(visit, self.chunk, kv_heads)] for visit in visits]
+        kv_heads = max(heads // self.group, 1)  # of the expanded rows, not of the block
+        chunks = [[*cut(visit, self.chunk, tuple(range(kv_heads)))] for visit in visits]
         found = [one.visit for of_visit in chunks for one in of_visit]
         pairs = [sum(work.pairs for visit in of for work in visit.works) for of in (visits, found)]
         assert pairs[0] == pairs[1], "the chunks of the visits lose pairs"
-        if any(visit.keys_stay for visit in visits):  # each chunk has keys of its own, which stay
-            return [[self._prepare_alone(chunk, backward=backward) for chunk in of] for of in chunks], None
-        tables, prepared = self.inner.prepare(found, heads, rows, backward=backward)
-        table = iter(tables)
-        return [[replace(x, visit=replace(x.visit, table=next(table))) for x in of] for of in chunks], prepared
 
-    def _prepare_alone(self, chunk: Chunk, *, backward: bool) -> Chunk:
-        assert isinstance(chunk.part.row_set, RowSet)
-        heads, rows = len(chunk.part.row_set.heads), chunk.part.row_set.count
-        (table,), prepared = self.inner.prepare([chunk.visit], heads, rows, backward=backward)
-        return replace(chunk, visit=replace(chunk.visit, table=table), prepared=prepared)
+        def tables(chunks: list[Chunk], rows: int) -> tuple[list[Chunk], Any]:
+            of = [chunk.visit for chunk in chunks]
+            made, prepared = self.inner.prepare(of, heads, kv_heads, rows, backward=backward)
+            ready = zip(chunks, made, strict=True)
+            return [replace(x, visit=replace(x.visit, table=y), prepared=prepared) for x, y in ready], prepared
+
+        if any(visit.keys_stay for visit in visits):  # what stays are the keys of a chunk
+            return [[x for one in of for x in tables([one], len(one.rows))[0]] for of in chunks], None
+        flat, prepared = tables([one for of in chunks for one in of], rows)
+        ready = iter(flat)
+        return [[next(ready) for _ in of] for of in chunks], prepared
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return ExpandingPass(self, call, q, block)
@@ -115,7 +118,7 @@ def cut(visit: Visit, size: int, heads: tuple[int, ...]) -> Iterator[Chunk]:
         # Sums of expanded rows are new in each chunk; those of visiting queries are new in the first one.
         part, begins = (visit.part, first) if visit.keys_stay else (kept, True)
         shape = visit.shape if visit.keys_stay else (len(heads), high - low)
-        yield Chunk(slice(low, high), kept, replace(visit, part=part, works=works, shape=shape, first=begins))
+        yield Chunk(range(low, high), kept, replace(visit, part=part, works=works, shape=shape, first=begins))
         first = False
 
 
@@ -170,7 +173,7 @@ class ExpandingPass(KernelPass):
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> None:
         for chunk in visit.table:
             with torch.no_grad():
-                expanded = self._expand(tuple(x[:, :, chunk.rows] for x in block))
+                expanded = self._expand(tuple(x[:, :, chunk.rows.start : chunk.rows.stop] for x in block))
             self._inner(chunk, expanded).visit_forward(chunk.visit, q, expanded, sums)
             del expanded  # free it before the next chunk is expanded
 
@@ -182,7 +185,7 @@ class ExpandingPass(KernelPass):
         for chunk in visit.table:
             # No hook of the caller's graph keeps what this graph saves.
             with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-                leaves = [x[:, :, chunk.rows].detach() for x in block]
+                leaves = [x[:, :, chunk.rows.start : chunk.rows.stop].detach() for x in block]
                 wanted = [x.requires_grad_() for x in differentiable(leaves)]
                 results = self._expand(tuple(leaves))
             expanded = results[0].detach(), results[1].detach()
@@ -194,7 +197,12 @@ class ExpandingPass(KernelPass):
             else:
                 of_keys = tuple(torch.empty_like(x, dtype=wide(x.dtype)) for x in expanded)
                 inner.visit_backward(chunk.visit, rows, expanded, stay, of_keys)
-            self._pull_back(results, of_keys, wanted, [x[:, :, chunk.rows] for x in (stay if keys_stay else travel)])
+            self._pull_back(
+                results,
+                of_keys,
+                wanted,
+                [x[:, :, chunk.rows.start : chunk.rows.stop] for x in (stay if keys_stay else travel)],
+            )
             del results, expanded, of_keys
 
     def _inner(self, chunk: Chunk, expanded: Pair) -> KernelPass:

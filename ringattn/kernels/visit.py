@@ -153,10 +153,12 @@ class VisitTriton(VisitKernel):
     def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
         return OpChoice((("one launch a visit", 1),))
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         """The tables of each visit, and how many there are. Every row that stays has a program in some visit."""
         keys_stay = any(visit.keys_stay for visit in visits)
-        own = Side(heads, rows, self.tiles.block)
+        own = Side(kv_heads if keys_stay else heads, rows, self.tiles.block)
         by_side: list[list[np.ndarray]] = []
         merges = [not backward and keys_stay] * len(visits)
         for by_key in (False, True) if backward else (False,):
@@ -471,7 +473,7 @@ def self_test(device: torch.device, dtype: torch.dtype, width: int, tiles: Tiles
     blocks = [(k[:, :, at], v[:, :, at]) for at in parts]
     found: list[Tensor] = []
     for backward in (False, True):
-        tables, prepared = kernel.prepare(visits, 2, rows, backward=backward)
+        tables, prepared = kernel.prepare(visits, 2, 1, rows, backward=backward)
         one = kernel.begin(replace(call, prepared=prepared), q, blocks[0])
         if not backward:
             sums = one.new_sums(None)

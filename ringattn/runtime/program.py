@@ -167,9 +167,10 @@ def _resolve(
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
         stays = Part("q" if rotates == "kv" else "kv", owner)
-        heads, rows = ring_plan.part_heads(stays.kind), ring_plan.layout_of(stays.kind).rows(owner)
+        heads, kv_heads = ring_plan.heads, ring_plan.part_heads("kv")
+        rows = ring_plan.layout_of(stays.kind).rows(owner)
         found = [one.visit for step in recorded for one in step.visits]
-        tables, prepared = kernel.prepare(found, heads, rows, backward=backward)
+        tables, prepared = kernel.prepare(found, heads, kv_heads, rows, backward=backward)
     first = rank % plan.ulysses_size * ring_plan.heads
     with_tables = iter([replace(visit, table=table) for visit, table in zip(found, tables, strict=True)])
     return RankProgram(

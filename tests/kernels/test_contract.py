@@ -85,7 +85,9 @@ class Leaves(Reference):
 
     by_arrival = False
 
-    def prepare(self, visits: Sequence[Visit], heads: int, rows: int, *, backward: bool) -> tuple[Sequence[Any], Any]:
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
         return [None] * len(visits), None
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
