@@ -75,12 +75,14 @@ def choose_tiles(dtype: torch.dtype, width: int, capability: tuple[int, int]) ->
     if width > 128:
         backward = Config(32, 8, 2 if large else 1)
         return Tiles(64, Config(32, 8, 2), backward, backward)
+    of_queries = Config(64, 4 if capability[0] == 10 else 8, 3)
     if width > 64:
         if large:
-            return Tiles(128, Config(64, 8, 3), Config(64, 8, 3), Config(64, 8, 2))
+            return Tiles(128, Config(64, 8, 3), of_queries, Config(64, 8, 2))
         return Tiles(128, Config(64, 8, 2), Config(32, 8, 2), Config(16, 8, 2))
-    backward = Config(64, 8, 3 if large else 2)
-    return Tiles(128, Config(64, 4, 3), backward, backward)
+    if large:
+        return Tiles(128, Config(64, 4, 3), of_queries, Config(64, 8, 3))
+    return Tiles(128, Config(64, 4, 3), Config(64, 8, 2), Config(64, 8, 2))
 
 
 @dataclass(frozen=True, eq=False)
