@@ -297,7 +297,7 @@ def test_what_is_refused() -> None:
     assert "complex64 are not supported" in refused(case.q, complex_rows, "Causal()", ranks=2)
     for expand, text in (
         (lambda c, r: c, "expected k and v"),
-        (lambda c, r: (c.repeat(1, 1, 2, 1),) * 2, "of one row in a batch of 1"),
+        (lambda c, r: (c.repeat(1, 1, 2, 1),) * 2, "(2, 1, 2, 16), (2, 1, 2, 16) for one row"),
         (lambda c, r: (c[:, :, :1],) * 2, "same head dim"),
     ):
         assert text in refused(case.q, ra.Rows(c, rope, expand=expand), "Causal()", ranks=2)
