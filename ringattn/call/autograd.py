@@ -201,7 +201,7 @@ class Attention(torch.autograd.Function):
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
         weights = tuple([x.detach().requires_grad_(need) for x, need in zip(given, needs[1 + count :], strict=True)])
-        result, grads = ForwardResult(out, lse, tuple(saved)), [None] * len(needs)
+        result, grads = ForwardResult(out, lse, tuple(saved)), cast(list[Tensor | None], [None] * len(needs))
         with computing(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
             if any(needs):

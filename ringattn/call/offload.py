@@ -107,12 +107,12 @@ class OffloadRunner(Runner):
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
         dq, (k, v) = torch.empty_like(q), tensors
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
-        tensors = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
+        stored = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
         if grad_lse is not None:
-            tensors["dlse"] = grad_lse
-        tensors |= {"dq": dq, "dk": dk, "dv": dv}
-        self.differentiate(HostTensors(tensors), lse=grad_lse is not None)
-        del tensors
+            stored["dlse"] = grad_lse
+        stored |= {"dq": dq, "dk": dk, "dv": dv}
+        self.differentiate(HostTensors(stored), lse=grad_lse is not None)
+        del stored
         dk = dk.to(k.dtype)  # two statements: the first fp32 sum is freed before the second is cast
         dv = dv.to(v.dtype)
         return dq, dk, dv

@@ -48,7 +48,7 @@ def test_random_cases(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("mla", 2), ("mla", 3), ("gqa", 2), ("absorbed", 2), ("int8", 6), ("k=v", 3)]
+    ("kind", "size"), [("mla", 2), ("mla", 3), ("gqa", 2), ("absorbed", 2), ("int8", 6), ("k=v", 3), ("mixed", 3)]
 )
 def test_ulysses_gathers_rows_and_expands_own_heads(kind: str, size: int) -> None:
     case = make_latents(kind, 37, ra.Causal() & ra.Window(20), chunk=6)
