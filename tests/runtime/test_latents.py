@@ -69,6 +69,24 @@ def test_ulysses_gathers_rows_and_expands_own_heads(kind: str, size: int) -> Non
     assert kind != "mla" or {*heads} == wanted
 
 
+@pytest.mark.parametrize("rotate", ["auto", "kv", "q", "q, kv", "kv, q"])
+def test_queries_after_a_cache(rotate: str) -> None:
+    """With `rotate="q"`, queries visit in the forward, too, and bring their output so far."""
+    case = make_latents("mla", 50, ra.Causal(), chunk=7)
+    options: dict[str, Any] = {"ranks": 3, "layout": "zigzag", "rotate": rotate, "schedule": "ring"}
+    leaves, q, rows, weights = case.leaves()
+    queries = q[:, :, 40:]
+    given = ra.Rows(*rows, expand=case.expand, weights=weights, chunk=7)
+    found = ra.virtual_attention(queries, given, ra.Causal(), q_layout="shifted(contiguous, 40)", **options)
+    grad = torch.randn(found.shape, dtype=torch.float64)
+    grads = torch.autograd.grad(found, leaves, grad)
+    mask = torch.arange(50)[None] <= torch.arange(40, 50)[:, None]
+    k, v = case.expand(*rows, *weights)
+    wanted = torch.nn.functional.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+    truth = torch.autograd.grad(wanted, leaves, grad)
+    assert all(distance(x, y) < EXACT for x, y in zip((found, *grads), (wanted, *truth), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("schedule", ["ring", "ulysses(2)"])
 def test_rows_of_k_and_v_are_k_and_v(dtype: torch.dtype, schedule: str) -> None:
