@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from .. import cache
 from ..kernels.chosen import move_rows
 from ..kernels.contract import Chosen, VisitKernel
-from ..kernels.memory import as_dtype, differentiable, empty
+from ..kernels.memory import as_dtype, differentiable, empty_rows
 from ..kernels.pad import HIDDEN
 from ..kernels.softmax import sinks_gradient
 from ..plan.plan import Plan
@@ -61,7 +61,10 @@ class Runner:
         return len(self.plan.tensors("kv"))
 
     def run(self, q: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, lse) for a call with `return_lse`. `tensors` are those of a block, and then the weights."""
+        """out, or (out, lse) for a call with `return_lse`.
+
+        `tensors` are here and below those of a block, such as k and v, and then the weights that expand it.
+        """
         layout, scale, count = self.plan.layout, self.plan.output_scale, self.count
         if self.plan.stacked:
             q, tensors = layout.stack(q), (*map(layout.stack, tensors[:count]), *tensors[count:])
@@ -73,8 +76,9 @@ class Runner:
             out = out * scale if out.requires_grad else out.mul_(scale)
         return (out, lse) if self.call.return_lse else out
 
-    def job(self, rank: int, weights: Tensors = ()) -> Job:
+    def job(self, rank: int, tensors: Tensors = ()) -> Job:
         """The `Job` of a rank: its plan, kernel and options, as the executor needs them."""
+        weights = tensors[self.count :]
         kernel = self.kernel.derive(weights=weights) if weights else self.kernel
         chosen = None if self.chosen is None else self._chosen[rank if self.transport is None else 0]
         return Job(self.plan, rank, kernel, self.call.factor, self.call.return_lse, sinks=self.sinks, chosen=chosen)
@@ -91,42 +95,38 @@ class Runner:
         shards = [keys] if self.transport is not None else layout.shard_all(keys)
         return [replace(whole, keys=x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)) for x in shards]
 
-    def forward(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
+    def forward(self, q: Tensor, tensors: Tensors, save: bool) -> ForwardResult:
         """out and lse; with `save` also the tensors that the backward starts from."""
         if self.transport is None:
-            return self._forward_all(q, block, weights, save)
+            return self._forward_all(q, tensors, save)
         rank, tags = self.transport.rank, Tags.of_call(self.number, backward=False)
         with ErrorReport(self.transport, "call", deferred=True):
-            return drive(forward(self.job(rank, weights), q, block, save=save, tags=tags), self.transport, rank)
+            program = forward(self.job(rank, tensors), q, tensors[: self.count], save=save, tags=tags)
+            return drive(program, self.transport, rank)
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, tensors: Tensors, result: ForwardResult
     ) -> Tensors:
         """(dq, dk, dv), or those of `ring.backward`, from d loss / d out and d loss / d lse (or None).
 
         First the ranks check that all of them run the backward of the same call.
         """
         if self.transport is None:
-            return self._backward_all(grad, grad_lse, q, block, weights, result)
+            return self._backward_all(grad, grad_lse, q, tensors, result)
         agree_backward(self.transport, self.number, deferred=self.deferred)
         rank, tags = self.transport.rank, Tags.of_call(self.number, backward=True)
         with ErrorReport(self.transport, "call", deferred=True):
-            program = backward(self.job(rank, weights), grad, grad_lse, q, block, result, tags=tags)
+            program = backward(self.job(rank, tensors), grad, grad_lse, q, tensors[: self.count], result, tags=tags)
             return drive(program, self.transport, rank)
 
-    def _forward_all(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
+    def _forward_all(self, q: Tensor, tensors: Tensors, save: bool) -> ForwardResult:
         layout, ranks, whole_out = self.plan.layout_of("q"), self.plan.ranks, None
         if ranks > 1 and layout.single:
             # Where a shard is one range, its rank writes to a view of the whole output.
-            whole_out = empty((q.shape[0], q.shape[2], q.shape[1], self.plan.value_dim), q.dtype, q.device).transpose(
-                1, 2
-            )
+            whole_out = empty_rows((*q.shape[:3], self.plan.value_dim), q.dtype, q.device)
         outs: Sequence[Tensor | None] = [None] * ranks if whole_out is None else layout.shard_all(whole_out)
-        each = zip(self._shard(q, *block), outs, strict=True)
-        programs = [
-            forward(self.job(rank, weights), q, tuple(own), save=save, out=out)
-            for rank, ((q, *own), out) in enumerate(each)
-        ]
+        each = enumerate(zip(self._shard(q, *tensors[: self.count]), outs, strict=True))
+        programs = [forward(self.job(i, tensors), q, tuple(own), save=save, out=out) for i, ((q, *own), out) in each]
         results = VirtualRanks(ranks).run(programs)
         saved = tuple([x for result in results for x in result.saved])
         if ranks == 1 and layout.single:
@@ -136,11 +136,11 @@ class Runner:
         return ForwardResult(whole_out, layout.unshard_tensor([result.lse for result in results], -1), saved)
 
     def _backward_all(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, tensors: Tensors, result: ForwardResult
     ) -> Tensors:
         q_layout, layout, saved = self.plan.layout_of("q"), self.plan.layout, iter(result.saved)
         given = zip(
-            self._shard(q, *block),
+            self._shard(q, *tensors[: self.count]),
             *(q_layout.shard_all(x) for x in (grad, result.out)),
             q_layout.shard_all(result.lse, -1),
             [None] * self.plan.ranks if grad_lse is None else q_layout.shard_all(grad_lse, -1),
@@ -149,9 +149,9 @@ class Runner:
         programs = []
         for rank, ((q, *own), dout, out, lse, dlse) in enumerate(given):
             found = ForwardResult(out, lse, tuple(islice(saved, count_saved(self.plan, rank))))
-            programs.append(backward(self.job(rank, weights), dout, dlse, q, tuple(own), found))
+            programs.append(backward(self.job(rank, tensors), dout, dlse, q, tuple(own), found))
         of_q, *of_others = zip(*VirtualRanks(self.plan.ranks).run(programs), strict=True)
-        count = len(differentiable(block))
+        count = len(differentiable(tensors[: self.count]))
         of_weights = (torch.stack(parts).sum(0) for parts in of_others[count:])
         return q_layout.unshard_tensor(of_q), *map(layout.unshard_tensor, of_others[:count]), *of_weights
 
@@ -172,7 +172,7 @@ class Attention(torch.autograd.Function):
         floor, count = runner.call.floor, runner.count
         with computing(q.device):
             save = any(ctx.needs_input_grad[2:])
-            result = runner.forward(q, tensors[:count], tuple([x.detach() for x in tensors[count:]]), save=save)
+            result = runner.forward(q, (*tensors[:count], *(x.detach() for x in tensors[count:])), save=save)
         if floor is not None:  # treat a row that sees only padded keys as one that sees no key
             empty = result.lse < floor
             result.out.masked_fill_(empty.unsqueeze(-1), 0.0)
@@ -201,16 +201,14 @@ class Attention(torch.autograd.Function):
             lse, grad = lse.masked_fill(empty, HIDDEN), grad.masked_fill(empty.unsqueeze(-1), 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
         weights = tuple([x.detach().requires_grad_(need) for x, need in zip(given, needs[1 + count :], strict=True)])
-        result, grads = ForwardResult(out, lse, tuple(saved)), [None] * len(needs)
+        result, grads = ForwardResult(out, lse, tuple(saved)), cast(list[Tensor | None], [None] * len(needs))
         with computing(q.device):
             # Ranks agree whether q, k or v needs a gradient, but not whether the sinks do.
             if any(needs):
-                found = iter(ctx.runner.backward(grad, grad_lse, q, block, weights, result))
+                found = iter(ctx.runner.backward(grad, grad_lse, q, (*block, *weights), result))
                 has_one = [True, *map(bool, map(differentiable, zip(block))), *needs[1 + count :]]
-                grads = [next(found) if has else None for has in has_one]
-                grads = [
-                    x if x is None else as_dtype(x, y.dtype) for x, y in zip(grads, (q, *block, *given), strict=True)
-                ]
+                inputs = zip(has_one, (q, *block, *given), strict=True)
+                grads = [as_dtype(next(found), x.dtype) if has else None for has, x in inputs]
             return sinks_gradient(sinks, grad, grad_lse, out, lse) if needs_sinks else None, *grads
 
 

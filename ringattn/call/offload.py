@@ -91,29 +91,29 @@ class OffloadRunner(Runner):
         """A copy of this runner for one call, with the sinks of the call and, if the call has dropout, a seed."""
         return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
 
-    def job(self, rank: int, weights: Tensors = ()) -> Job:
-        return replace(super().job(rank, weights), lse=False, cast_grads=False)
+    def job(self, rank: int, tensors: Tensors = ()) -> Job:
+        return replace(super().job(rank, tensors), lse=False, cast_grads=False)
 
-    def forward(self, q: Tensor, block: Tensors, weights: Tensors, save: bool) -> ForwardResult:
+    def forward(self, q: Tensor, tensors: Tensors, save: bool) -> ForwardResult:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing stays on the device."""
-        (batch, heads, tokens, _), (k, v) = q.shape, block
+        (batch, heads, tokens, _), (k, v) = q.shape, tensors
         out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
         self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
         return ForwardResult(out, lse, ())
 
     def backward(
-        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, block: Tensors, weights: Tensors, result: ForwardResult
+        self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, tensors: Tensors, result: ForwardResult
     ) -> Tensors:
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
-        dq, (k, v) = torch.empty_like(q), block
+        dq, (k, v) = torch.empty_like(q), tensors
         dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
-        tensors = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
+        stored = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
         if grad_lse is not None:
-            tensors["dlse"] = grad_lse
-        tensors |= {"dq": dq, "dk": dk, "dv": dv}
-        self.differentiate(HostTensors(tensors), lse=grad_lse is not None)
-        del tensors
+            stored["dlse"] = grad_lse
+        stored |= {"dq": dq, "dk": dk, "dv": dv}
+        self.differentiate(HostTensors(stored), lse=grad_lse is not None)
+        del stored
         dk = dk.to(k.dtype)  # two statements: the first fp32 sum is freed before the second is cast
         dv = dv.to(v.dtype)
         return dq, dk, dv

@@ -90,23 +90,22 @@ class Rows:
     def sample(self) -> tuple[Tensor, Tensor]:
         """k and v of one row of zeros, which show heads, widths and dtype. Raises InvalidInput."""
         assert self.expand is not None
+        batch = max(len(self.tensors[0]), 1)
         with torch.no_grad():
-            found = self.expand(*(x.new_zeros((1, x.shape[1], 1, x.shape[3])) for x in self.tensors), *self.weights)
-        if (
-            not isinstance(found, tuple | list)
-            or len(found) != 2
-            or not all(is_dense(x) and x.ndim == 4 for x in found)
-        ):
+            found = self.expand(*(x.new_zeros((batch, x.shape[1], 1, x.shape[3])) for x in self.tensors), *self.weights)
+        pair = isinstance(found, tuple | list) and len(found) == 2 and all(is_dense(x) and x.ndim == 4 for x in found)
+        if not pair or {tuple(x.shape)[::2] for x in found} != {(batch, 1)}:
             raise InvalidInput(
-                f"expand= returned {shown(found)}; expected k and v, [batch, heads, rows, head_dim] each"
+                f"expand= returned {_show(found)} for one row in a batch of {batch}; expected k and v, [batch, heads, "
+                "rows, head_dim] each"
             )
-        k, v = found
-        if {tuple(x.shape)[::2] for x in (k, v)} != {(1, 1)}:
-            raise InvalidInput(
-                f"expand= made k {tuple(k.shape)} and v {tuple(v.shape)} of one row in a batch of 1; expected "
-                "[1, heads, 1, head_dim]"
-            )
-        return k, v
+        return found[0], found[1]
+
+
+def _show(found: Any) -> str:
+    """What `expand` returned, tensors by their shapes."""
+    each = found if isinstance(found, tuple | list) else (found,)
+    return ", ".join(str(tuple(x.shape)) if is_dense(x) else shown(x) for x in each)
 
 
 def read_arguments(k: Any, v: Any, pattern: Any) -> tuple[Any, Any, Any]:

@@ -12,7 +12,7 @@ from ..errors import Unsupported
 from ..plan.visit import Visit
 from ..plan.work import Work
 from .base import band
-from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, Tensors, VisitKernel
 from .memory import expand_heads, wide
 
 #: Rows and keys of a tile. All tiles have this shape: the bits of a score then depend only on its row and key.
@@ -124,14 +124,12 @@ class TopKeysPass(KernelPass):
         sums[1][element, :, rows] = best
         sums[0][element, :, rows] = places.gather(-1, order).masked_fill(best == -torch.inf, -1)
 
-    def new_grads(self) -> Any:
+    def _refuse(self, *_: Any) -> Any:
         raise AssertionError("a choice has no gradient")
 
-    def finish_grads(self, grads: Any) -> Tensors:
-        raise AssertionError("a choice has no gradient")
-
-    def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: Any, travel: Tensors) -> None:
-        raise AssertionError("a choice has no gradient")
+    new_grads: Any = _refuse
+    finish_grads: Any = _refuse
+    visit_backward: Any = _refuse
 
 
 def _pad_rows(x: Tensor, size: int) -> Tensor:

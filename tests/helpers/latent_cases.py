@@ -1,4 +1,7 @@
-"""Blocks that are expanded at the visit, with a dense oracle in fp64: MLA, absorbed, GQA, K = V, a projection, int8."""
+"""Blocks that are expanded at the visit, with a dense oracle in fp64.
+
+MLA, absorbed, GQA, K = V, a projection, int8 rows of 13 bytes, and rows of two heads that make each key together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch.nn.functional import rms_norm, silu
 
 import ringattn as ra
 
-KINDS = ("mla", "absorbed", "gqa", "k=v", "projection", "int8")
+KINDS = ("mla", "absorbed", "gqa", "k=v", "projection", "int8", "mixed")
 HEADS, RANK, NOPE, ROPE, VALUE = 6, 16, 8, 4, 6
 
 
@@ -107,7 +110,9 @@ def distance(found: Tensor, truth: Tensor) -> float:
     assert found.shape == truth.shape
     apart = torch.where(found == truth, 0.0, found - truth).abs()
     largest = truth.abs().masked_fill(truth.abs() == torch.inf, 0.0)
-    return float(apart.max() / largest.max().clamp(min=1.0)) if truth.numel() else 0.0
+    if found.isnan().any():
+        return float("inf")  # max() of Python may pass over a NaN
+    return float((apart.max() / largest.max().clamp(min=1.0)).detach()) if truth.numel() else 0.0
 
 
 def make_latents(
@@ -142,6 +147,9 @@ def make_latents(
     def quantised(c: Tensor, size: Tensor, rope: Tensor, of_keys: Tensor, of_values: Tensor) -> Any:
         return mla(c.to(size.dtype) * size, rope, of_keys, of_values)
 
+    def mixed(c: Tensor, rope: Tensor, of_keys: Tensor, of_values: Tensor, heads: range | None = None) -> Any:
+        return mla(c[:, :1] + 2 * c[:, 1:], rope, of_keys, of_values, heads)
+
     def pair(k: Tensor, v: Tensor | None = None) -> Any:
         return k, k if v is None else v
 
@@ -157,7 +165,10 @@ def make_latents(
     elif kind == "projection":
         shared = [normal(2, RANK, width) / RANK**0.5 for width in (NOPE + ROPE, VALUE)]
         rows, weights, expand = [c], [normal(RANK, RANK) / RANK**0.5, *shared], projected
+    elif kind == "mixed":
+        rows, expand = [normal(batch, 2, tokens, RANK), rope], mixed
     elif kind == "int8":
+        c, weights = c[..., :13], [x[:, :13] for x in weights]
         size = normal(batch, 1, tokens, 1).abs() / 40
         rows, expand = [(c * 40).round().clamp(-127, 127).to(torch.int8), size, rope], quantised
     return LatentCase(q, rows, weights, expand, pattern, seed=seed, **named)

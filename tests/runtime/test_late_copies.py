@@ -182,8 +182,8 @@ def make_offload_of(pattern: Pattern, case: Case) -> OffloadRunner:
 
 
 def results_of(stream: OffloadRunner, case: Case) -> list[torch.Tensor]:
-    result = stream.forward(*case.inputs, save=True)
-    return [result.out, result.lse, *stream.backward(case.grad, case.grad_lse, *case.inputs, result)]
+    result = stream.forward(case.q, (case.k, case.v), save=True)
+    return [result.out, result.lse, *stream.backward(case.grad, case.grad_lse, case.q, (case.k, case.v), result)]
 
 
 def emulate(

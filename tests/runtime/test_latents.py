@@ -48,7 +48,7 @@ def test_random_cases(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("mla", 2), ("mla", 3), ("gqa", 2), ("absorbed", 2), ("int8", 6), ("k=v", 3)]
+    ("kind", "size"), [("mla", 2), ("mla", 3), ("gqa", 2), ("absorbed", 2), ("int8", 6), ("k=v", 3), ("mixed", 3)]
 )
 def test_ulysses_gathers_rows_and_expands_own_heads(kind: str, size: int) -> None:
     case = make_latents(kind, 37, ra.Causal() & ra.Window(20), chunk=6)
@@ -67,6 +67,24 @@ def test_ulysses_gathers_rows_and_expands_own_heads(kind: str, size: int) -> Non
     share = HEADS // size
     wanted = {None, *(range(first, first + share) for first in range(0, HEADS, share))}
     assert kind != "mla" or {*heads} == wanted
+
+
+@pytest.mark.parametrize("rotate", ["auto", "kv", "q", "q, kv", "kv, q"])
+def test_queries_after_a_cache(rotate: str) -> None:
+    """With `rotate="q"`, queries visit in the forward, too, and bring their output so far."""
+    case = make_latents("mla", 50, ra.Causal(), chunk=7)
+    options: dict[str, Any] = {"ranks": 3, "layout": "zigzag", "rotate": rotate, "schedule": "ring"}
+    leaves, q, rows, weights = case.leaves()
+    queries = q[:, :, 40:]
+    given = ra.Rows(*rows, expand=case.expand, weights=weights, chunk=7)
+    found = ra.virtual_attention(queries, given, ra.Causal(), q_layout="shifted(contiguous, 40)", **options)
+    grad = torch.randn(found.shape, dtype=torch.float64)
+    grads = torch.autograd.grad(found, leaves, grad)
+    mask = torch.arange(50)[None] <= torch.arange(40, 50)[:, None]
+    k, v = case.expand(*rows, *weights)
+    wanted = torch.nn.functional.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+    truth = torch.autograd.grad(wanted, leaves, grad)
+    assert all(distance(x, y) < EXACT for x, y in zip((found, *grads), (wanted, *truth), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -297,7 +315,7 @@ def test_what_is_refused() -> None:
     assert "complex64 are not supported" in refused(case.q, complex_rows, "Causal()", ranks=2)
     for expand, text in (
         (lambda c, r: c, "expected k and v"),
-        (lambda c, r: (c.repeat(1, 1, 2, 1),) * 2, "of one row in a batch of 1"),
+        (lambda c, r: (c.repeat(1, 1, 2, 1),) * 2, "(2, 1, 2, 16), (2, 1, 2, 16) for one row"),
         (lambda c, r: (c[:, :, :1],) * 2, "same head dim"),
     ):
         assert text in refused(case.q, ra.Rows(c, rope, expand=expand), "Causal()", ranks=2)

@@ -105,7 +105,7 @@ def test_sums_in_storage_are_not_rounded_to_16_bits() -> None:
     """
     case = make_case(TOKENS, HEADS, KV_HEADS, torch.float16)
     truth, runner = truth_of(case, Full()), runner_of(Full(), *case.inputs, chunk=34)
-    result = runner.forward(*case.inputs, save=True)
+    result = runner.forward(case.q, (case.k, case.v), save=True)
     names = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv")
     sums = [torch.full_like(x, torch.nan, dtype=torch.float32) for x in case.inputs]
     stored = dict(zip(names, (*case.inputs, case.grad, result.out, result.lse, *sums), strict=True))
@@ -164,11 +164,11 @@ def test_needed_rows_are_copied_and_no_others(pattern: Pattern, chunk: int, dtyp
         needed[:, first:stop] = False
         rows += int(needed.sum())
     pairs = rows * case.q.shape[0] * (8 + 4)
-    result = runner.forward(*case.inputs, save=True)
+    result = runner.forward(case.q, (case.k, case.v), save=True)
     assert (runner.counters.received_bytes, runner.counters.sent_bytes) == (pairs * dtype.itemsize, 0)
     assert runner.plan.bytes_sent() == pairs * dtype.itemsize
     runner.counters.reset()
-    runner.backward(case.grad, None, *case.inputs, result)
+    runner.backward(case.grad, None, case.q, (case.k, case.v), result)
     assert (runner.counters.received_bytes, runner.counters.sent_bytes) == (pairs * dtype.itemsize, pairs * 4)
     assert runner.plan.bytes_sent(backward=True) == pairs * (dtype.itemsize + 4)
     counted = runner.plan.messages(), runner.plan.messages(backward=True)

@@ -50,11 +50,13 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     item = ITEM_BYTES[plan.dtype]
     wide = max(item, 4)  # accumulators and lse are fp32, or fp64 for fp64 inputs
     tokens, keys = (plan.batch * _longest_shard(plan.layout_of(kind)) for kind in ("q", "kv"))
-    inputs = tokens * plan.heads * plan.head_dim + keys * plan.kv_heads * (plan.head_dim + plan.value_dim)
+    of_keys = sum(heads * width for heads, width, _ in plan.tensors("kv"))
+    inputs = tokens * plan.heads * plan.head_dim + keys * of_keys
     output = plan.heads * plan.value_dim
     sizes = {"q, k, v": inputs * item, "output": tokens * output * item, "lse": tokens * plan.heads * wide}
     if plan.ulysses_size > 1:
-        copies = keys * max(plan.ulysses_size - plan.kv_heads, 0) * (plan.head_dim + plan.value_dim)
+        copied = max(plan.ulysses_size - plan.kv_heads, 0) if plan.block is None else plan.ulysses_size - 1
+        copies = keys * copied * of_keys // plan.block_heads  # each copy is of one head, or of all of a block
         exchanged = (inputs + copies + tokens * output) * item + tokens * plan.heads * wide
         sizes["q, k, v, output and lse of the Ulysses group's heads"] = exchanged
     if not backward:
