@@ -307,8 +307,8 @@ class VisitPass(KernelPass):
         if not self._rows or visit.keys_stay:
             lse, *centre = self.centre.rows(rows.q, rows.lse, of_queries)
             lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf)
-            centre = [x[:, :, :1, self.first :] for x in centre] or [None]
-            self._rows = as_dtype(rows.grad, rows.q.dtype), lse2, self._delta(rows), *centre
+            centre = [_with_columns(x[:, :, :1, self.first :]) for x in centre] or [None]
+            self._rows = _with_columns(as_dtype(rows.grad, rows.q.dtype)), lse2, self._delta(rows), *centre
         grad, lse2, number, centre_key = self._rows
         q, k, v = self._inputs(rows.q, *block, of_keys)
         read, numbers = (q, k, v, grad, lse2, number), self._numbers(visit)
@@ -331,7 +331,7 @@ class VisitPass(KernelPass):
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, of_keys: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as the kernels read them: keys minus the centre, columns one after another."""
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, self.centre.keys(k, of_keys), v))
+        q, k, v = map(_with_columns, (q, self.centre.keys(k, of_keys), v))
         return q[..., self.first :], k[..., self.first :], v
 
     def _delta(self, rows: QueryRows) -> Tensor:
@@ -414,6 +414,11 @@ def _places(launches: Sequence[Launch]) -> tuple[Tensor, int]:
     host = torch.tensor(lines, dtype=torch.int64)
     device = base.table.device
     return (host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host), divisor
+
+
+def _with_columns(x: Tensor) -> Tensor:
+    """x with its columns one after another in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _offset(x: Tensor, base: Tensor) -> int:
