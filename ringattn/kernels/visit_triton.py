@@ -186,8 +186,8 @@ def forward_kernel(
             ratio, softcap2, least, BN, BLOCK, D, DP, DV, DVP, True, HIDDEN, CAP, STAGES)  # fmt: skip
         here += 2 * partial
         acc, m, norm = _walk_keys(
-            acc, m, norm, qt, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, full, step, distance, last_key, scale2,
-            ratio, softcap2, least, BN, BLOCK, D, DP, DV, DVP, False, HIDDEN, CAP, STAGES)  # fmt: skip
+            acc, m, norm, qt, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, full, step, distance, last_key,
+            scale2, ratio, softcap2, least, BN, BLOCK, D, DP, DV, DVP, False, HIDDEN, CAP, STAGES)  # fmt: skip
         segments += 8
     seen = norm > 0.0
     sums = tl.where(seen, norm, 1.0)

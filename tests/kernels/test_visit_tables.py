@@ -62,7 +62,7 @@ class Reader:
                 for number in range(full):
                     start = self.entry(entry + partial + (0 if distance else number))[0] + number * distance
                     last = start + (self.block - 1) * other_step
-                    assert 0 <= start and last < columns, "a kernel does not clamp the rows of full tiles"
+                    assert start >= 0 and last < columns, "a kernel does not clamp the rows of full tiles"
                     for i in range(self.block):
                         found[head, first + i * step, other, start : last + 1 : other_step] += 1
         return found
@@ -278,12 +278,12 @@ def test_numbers_of_bounds_do_not_collide() -> None:
     columns = [x[fits] for x in (start, first, i0, i1, ratio, distance, others, low, high)]
     numbers = bounds.shapes(*columns)
     rows = bounds.array()
-    for number, (begin, origin, a, b, step, edge, count, lower, upper) in zip(
+    for number, (begin, origin, a, b, step, edge, count, least, most) in zip(
         numbers.tolist(), zip(*(x.tolist() for x in columns), strict=True), strict=True
     ):
         wanted = [(0, 0)] * block
         for k, i in enumerate(range(a, b + 1)):
-            seen = [j for j in range(block) if edge <= j < edge + count and k + lower <= j < k + upper]
+            seen = [j for j in range(block) if edge <= j < edge + count and k + least <= j < k + most]
             if seen:
                 wanted[origin + i * step - begin] = (seen[0], seen[-1] + 1)
         assert rows[number].tolist() == [*map(list, wanted)]
