@@ -306,7 +306,8 @@ class VisitPass(KernelPass):
         (dq,), (dk, dv) = (travel, stay) if visit.keys_stay else (stay, travel)
         if not self._rows or visit.keys_stay:
             lse, *centre = self.centre.rows(rows.q, rows.lse, of_queries)
-            lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf)
+            # Contiguous, so that strides do not keep ranks from sharing a launch.
+            lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf).contiguous()
             centre = [_with_columns(x[:, :, :1, self.first :]) for x in centre] or [None]
             self._rows = _with_columns(as_dtype(rows.grad, rows.q.dtype)), lse2, self._delta(rows), *centre
         grad, lse2, number, centre_key = self._rows
@@ -339,7 +340,8 @@ class VisitPass(KernelPass):
             assert rows.out is not None
             return delta(rows.grad, rows.out, rows.grad_lse)
         if self.call.number == "factor":
-            return delta(rows.grad, times_unit(rows.grad, rows.number), None)
+            grad = as_dtype(rows.grad, torch.float32)  # not rounded on the way
+            return delta(grad, times_unit(grad, rows.number), None)
         return rows.number
 
     def _numbers(self, visit: Visit) -> tuple[Tensor | None, Tensor | None]:
