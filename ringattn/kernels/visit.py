@@ -313,9 +313,10 @@ class VisitPass(KernelPass):
         (dq,), (dk, dv) = (travel, stay) if visit.keys_stay else (stay, travel)
         if self._rows is None or visit.keys_stay:
             lse, *keys = self.centre.rows(rows.q, rows.lse, of_queries)
-            lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf)
-            key = keys[0][:, :, :1, self.first :] if keys else None
-            self._rows = as_dtype(rows.grad, rows.q.dtype), lse2, self._delta(rows), key
+            # Contiguous, so that strides do not keep ranks from sharing a launch.
+            lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf).contiguous()
+            key = _with_columns(keys[0][:, :, :1, self.first :]) if keys else None
+            self._rows = _with_columns(as_dtype(rows.grad, rows.q.dtype)), lse2, self._delta(rows), key
         grad, lse2, number, key = self._rows
         k, v = block
         q, k, v = self._inputs(rows.q, k, v, of_keys)
@@ -339,7 +340,7 @@ class VisitPass(KernelPass):
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, of_keys: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as the kernels read them: keys minus the centre, columns one after another."""
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, self.centre.keys(k, of_keys), v))
+        q, k, v = map(_with_columns, (q, self.centre.keys(k, of_keys), v))
         return q[..., self.first :], k[..., self.first :], v
 
     def _delta(self, rows: QueryRows) -> Tensor:
@@ -347,7 +348,8 @@ class VisitPass(KernelPass):
             assert rows.out is not None
             return delta(rows.grad, rows.out, rows.grad_lse)
         if self.call.number == "factor":
-            return delta(rows.grad, times_unit(rows.grad, rows.number), None)
+            grad = as_dtype(rows.grad, torch.float32)  # not rounded on the way
+            return delta(grad, times_unit(grad, rows.number), None)
         return rows.number
 
     def _numbers(self, visit: Visit) -> tuple[Tensor | None, Tensor | None]:
@@ -422,6 +424,11 @@ def _places(launches: Sequence[Launch]) -> tuple[Tensor, int]:
     host = torch.tensor(lines, dtype=torch.int64)
     device = base.table.device
     return (host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host), divisor
+
+
+def _with_columns(x: Tensor) -> Tensor:
+    """x with its columns one after another in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _offset(x: Tensor, base: Tensor) -> int:
