@@ -314,7 +314,7 @@ class VisitPass(KernelPass):
         if self._rows is None or visit.keys_stay:
             lse, *keys = self.centre.rows(rows.q, rows.lse, of_queries)
             # Contiguous, so that strides do not keep ranks from sharing a launch.
-            lse2 = (lse.double() * LOG2E).float().masked_fill_(lse == -torch.inf, torch.inf).contiguous()
+            lse2 = (lse.double() * LOG2E).float().contiguous()
             key = _with_columns(keys[0][:, :, :1, self.first :]) if keys else None
             self._rows = _with_columns(as_dtype(rows.grad, rows.q.dtype)), lse2, self._delta(rows), key
         grad, lse2, number, key = self._rows

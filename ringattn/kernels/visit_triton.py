@@ -270,7 +270,7 @@ def dq_kernel(
     BN: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     HIDDEN: tl.constexpr, CAP: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add a visit's share to dq in fp32. lse is final, in base 2, and +inf for rows without keys."""
+    """Add a visit's share to dq in fp32. lse is final, in base 2; rows with -inf see no key."""
     if MANY:
         places += tl.program_id(2) * MANY_COLUMNS
         table += tl.load(places)
