@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ringattn as ra
+from ringattn.kernels.tables import ENTRY, HEADER, RECORD, Side, VisitTable
+from ringattn.plan.work import Work
 from ringattn.recurrence.runs import list_runs, plan_states
 from ringattn.text import plural
 
@@ -295,6 +297,71 @@ def draw_packed() -> str:
         int(side) + 200,
         260,
         "Packed documents under three layouts: which rank holds what, computes and receives how much",
+        body,
+    )
+
+
+def draw_tables() -> str:
+    """A tile of query rows and the tiles of keys that its program walks through, from the table of a window."""
+    block, tokens, window, tile, cell, left, top = 8, 32, 17, 2, 14, 92, 74
+    rows = range(tile * block, (tile + 1) * block)
+    works = [Work(range(1), range(1), range(tokens), (range(tokens),), 0, window)]
+    side = Side(1, tokens, block)
+    nothing = [side.tiles(1)[:0, 0]]
+    packed = VisitTable(works, side, [1], by_key=False).pack([side.tiles(1)[:, 0] * 0], nothing)
+    count, segments, entries, bounds = map(int, packed[:HEADER])
+    programs = packed[HEADER:segments].reshape(count, RECORD)
+    own = programs[programs[:, 1] == rows.start][0]
+    _, _, first, partial, full, distance, _, _ = packed[segments:][own[4] * RECORD :][:RECORD]
+    listed = packed[entries:bounds].reshape(-1, ENTRY)[first : first + partial + 1]
+    width = block * cell
+
+    def of_tile(key: int) -> float:
+        return left + key // block * (width + 12)
+
+    body = [
+        text(
+            left, 30, f"A program of query rows {rows.start} to {rows.stop - 1}", 17, anchor="start"
+        )
+    ]
+    body += [
+        box(of_tile(key), top + i * cell, width, cell - 1)
+        for key in range(0, tokens, block)
+        for i in range(block)
+    ]
+    body += [
+        text(left - 10, top + (i + 0.8) * cell, f"row {row}", 11, "pale", "end")
+        for i, row in enumerate(rows)
+    ]
+    kinds = dict.fromkeys(range(0, tokens, block), ("hidden", "no entry"))
+    for number, (key, offset) in enumerate(listed[:partial]):
+        pairs = packed[bounds + offset :][: 2 * block].reshape(block, 2)
+        kinds[int(key)] = f"partial {number + 1}", f"entry ({key}, {offset})"
+        x = left + 4 * (width + 12) + 20 + 90 * number
+        body.append(text(x, top - 10, f"bounds {offset}", 12, "pale", "start"))
+        for i, (low, high) in enumerate(pairs):
+            y = top + i * cell
+            body.append(
+                box(of_tile(key) + low * cell, y, (high - low) * cell, cell - 1, RANK_COLORS[0])
+            )
+            body.append(text(x, y + 0.8 * cell, f"[{low}, {high})", 11, "ink", "start"))
+    for number in range(full):
+        key = int(listed[partial][0]) + number * int(distance)
+        kinds[key] = "full", f"entry ({key}, 0)" if number == 0 else "the same entry"
+        body.append(box(of_tile(key), top, width, block * cell - 1, RANK_COLORS[2]))
+    for key, (kind, entry) in kinds.items():
+        middle = of_tile(key) + width / 2
+        body += [
+            text(middle, top - 10, f"keys {key} to {key + block - 1}", 12, "pale"),
+            text(middle, top + block * cell + 20, kind, 14),
+            text(middle, top + block * cell + 38, entry, 12, "pale"),
+        ]
+    walk = f"It computes {partial} partial tiles, each row within its bounds, then {plural(full, 'full tile')}."
+    body.append(text(left, top + block * cell + 70, walk, 14, anchor="start"))
+    return svg(
+        left + 4 * (width + 12) + 210,
+        top + block * cell + 90,
+        "The tiles of keys that the program of a tile of query rows walks through, and the bounds of each row",
         body,
     )
 
@@ -604,6 +671,7 @@ def draw_all(folder: Path) -> None:
         draw_textbook,
         draw_layouts,
         draw_packed,
+        draw_tables,
         draw_runs,
         draw_schedules,
         draw_overlap,

@@ -178,6 +178,10 @@ def test_the_gpu_script_says_what_failed_and_goes_on(tmp_path: Path) -> None:
         fine = sum("  ok " in line or "skipped compute" in line for line in summary)
         assert fine == 9 - status
         assert "setup dev torch=\n" in done.stdout and "bench on cuda: report suite=gpu repeat=7" in done.stdout
+    write_script(tmp_path / ".venv" / "bin" / "python", "exit 1")
+    done = subprocess.run([str(tmp_path / "scripts" / "gpu")], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1 and "== " not in done.stdout, "nothing is tried without a device"
+    assert done.stderr.startswith("scripts/gpu: torch sees no CUDA device; ") and done.stderr.count("\n") == 1
     named = re.findall(r"(tests/\S+\.py)", (ROOT / "scripts" / "gpu").read_text())
     assert named and all((ROOT / name).exists() for name in named)
 

@@ -52,10 +52,10 @@ class AttentionOptions:
     schedule: what travels between ranks and when: "ring", "direct", "allgather", "double_ring(n)", "ulysses(n)",
         "ulysses(n, schedule)", or "auto", the schedule that the timing model predicts to be fastest on `machine`.
         Without a number, "double_ring" and "ulysses" take the ranks per node of `machine`.
-    kernel: "reference", "aten_cpu", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
-        "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages of these names), a kernel that an installed
-        package adds, or "auto", which chooses by the device of the tensors. If a named kernel cannot compute the call,
-        the call raises Unsupported; no other kernel replaces it.
+    kernel: "reference", "aten_cpu", "visit", "aten_cuda", "aten_cuda:flash", "aten_cuda:cudnn", "aten_cuda:efficient",
+        "cuda" ("visit" or "aten_cuda", by the mask), "flash_attn", "flash_attn_3" and "flash_attn_4" (from the packages
+        of these names), a kernel that an installed package adds, or "auto": "cuda" or "aten_cpu", by the device of the
+        tensors. If a named kernel cannot compute the call, the call raises Unsupported; no other kernel replaces it.
     machine: a Machine or its name, for schedule="auto" or a schedule without its number; None: "cpu" or "cuda", by the
         device of the tensors.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
@@ -64,11 +64,11 @@ class AttentionOptions:
     rotate: what ranks send in the backward: "kv" (keys and values), "q" (queries), or "auto" (what has fewer bytes).
         With a q_layout, it also selects what they send in the forward, see `make_plan`.
     softcap: a number c > 0 that turns the scaled logits s into c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None:
-        no cap. Only kernel "reference" computes a softcap, so "auto" then chooses this kernel.
+        no cap. Kernels "visit" and "reference" compute a softcap; "auto" chooses one of them.
     dropout: the probability p of dropping an attention weight, or `ringattn.Dropout(p, seed)`; the other weights are
         divided by 1 - p, and lse still covers all keys. Which weights are dropped depends only on seed, batch element,
         head, query and key. Without a seed each call draws one from torch's default CPU generator, on several ranks
-        from rank 0's. Only kernel "reference" computes dropout, so "auto" then chooses this kernel. Modules drop in
+        from rank 0's. Kernels "visit" and "reference" compute dropout; "auto" chooses one of them. Modules drop in
         training mode only.
     check: when ranks compare their calls: "now", before the first message, or "deferred", while messages travel, see
         `ringattn.synchronize`; None: the environment variable RINGATTN_CHECK; if unset, "deferred" for a group with

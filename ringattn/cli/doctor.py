@@ -21,6 +21,7 @@ from ..kernels import available, missing
 from ..kernels.aten_cpu import AtenCpu
 from ..kernels.cuda import Cuda
 from ..kernels.cuda_device import CudaDevice
+from ..kernels.visit import device_refuses, ptxas_version
 from ..plan.work import Work
 from ..simulator.reporting.console import Number, print_numbers
 from ..text import first_line
@@ -33,7 +34,7 @@ EXTRAS = {
     "matplotlib": ("plots", "pip install 'ringattn[plot]'"),
     "transformers": ("models of Hugging Face", "pip install 'ringattn[transformers]'"),
     "diffusers": ("diffusion transformers", "pip install 'ringattn[diffusers]'"),
-    "triton": ("fused merges on CUDA", "pip install 'ringattn[triton]'"),
+    "triton": ("masks and fused merges on CUDA", "pip install 'ringattn[triton]'"),
     "ring_attention_pytorch": ("report suite=peers", "pip install 'ringattn[peers]'"),
     "sphinx": ("building the documentation", "pip install 'ringattn[docs]'"),
 }
@@ -74,7 +75,7 @@ def main(config: DoctorConfig) -> None:
     leads = "the interface that reaches the store of the group; GLOO_SOCKET_IFNAME=eth0 selects another"
     numbers.append(Number("network of records", network or leads))
     numbers += [Number(f"kernel {name}", state) for name, state in available().items()]
-    numbers += [Number("merges on CUDA", missing() or "by Triton")]
+    numbers += [Number("merges on CUDA", missing() or "by Triton"), Number("ptxas", _ptxas())]
     numbers += _kernel_choices(config.capability)
     for package, (purpose, command) in EXTRAS.items():
         numbers.append(Number(package, _installed_version(package) or f"missing; for {purpose}: {command}"))
@@ -83,7 +84,7 @@ def main(config: DoctorConfig) -> None:
 
 
 def _kernel_choices(capability: str | None) -> list[Number]:
-    """The ops that kernel=auto uses for TYPICAL works, here or on a device of the given compute capability."""
+    """The ops that kernel=auto uses for TYPICAL works, here or with a device of the given compute capability."""
     if capability is None and not torch.cuda.is_available():
         return [Number(f"auto for {name}", str(AtenCpu().explain(*works))) for name, works in TYPICAL.items()]
     if capability is None:
@@ -93,7 +94,10 @@ def _kernel_choices(capability: str | None) -> list[Number]:
             raise InvalidInput(f"capability={capability}: expected a compute capability such as 9.0")
         major, minor = capability.split(".")
         device, place = CudaDevice((int(major), int(minor))), f"supposing {capability}"
+    refused = missing() or device_refuses(device.capability)
     numbers = []
+    if capability is not None:
+        numbers.append(Number(f"kernel visit {place}", refused or "ok; a self-test runs at its first use"))
     # Below compute capability 8.0 there are ops for fp16 but not for bf16.
     half = [torch.bfloat16] if device.capability >= (8, 0) else [torch.bfloat16, torch.float16]
     for dtype in (*half, torch.float32):
@@ -104,8 +108,18 @@ def _kernel_choices(capability: str | None) -> list[Number]:
         except Unsupported as error:
             numbers.append(Number(f"auto, {label}", str(error)))
             continue
+        if refused:
+            kernel.refused = "see kernel visit"
         numbers += [Number(f"auto for {name}, {label}", str(kernel.explain(*works))) for name, works in TYPICAL.items()]
     return numbers
+
+
+def _ptxas() -> str:
+    """The version and path of the ptxas with which Triton compiles."""
+    if find_spec("triton") is None:
+        return f"unknown without Triton; try: {EXTRAS['triton'][1]}"
+    path = import_module("triton").knobs.nvidia.ptxas.path
+    return f"{'.'.join(map(str, ptxas_version()))}: {path}; TRITON_PTXAS_PATH names another"
 
 
 def _cuda_devices() -> str:

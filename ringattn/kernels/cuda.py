@@ -32,6 +32,7 @@ class Cuda(AtenCuda):
     failed its self-test on the device, AtenCuda computes all.
     """
 
+    choices = ()
     features = VisitTriton.features
     #: Why `visits` computes nothing; None if it does.
     refused: str | None = None
@@ -100,4 +101,5 @@ class Cuda(AtenCuda):
 
 
 def _is_large(call: Work) -> bool:
-    return call.repeat == 1 and (call.dense or call.causal) and min(len(call.q), call.keys) >= LARGE
+    alone = call.repeat == 1 and not call.sequences
+    return alone and (call.dense or call.causal) and min(len(call.q), call.keys) >= LARGE

@@ -226,7 +226,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One launch of a kernel, by its name, for a visit of one rank: tensors [B, H, n, ...], in the kernel's order."""
 
     name: str
@@ -281,7 +281,7 @@ class VisitPass(KernelPass):
         self.launch([Compute(self, visit, (rows, block, stay, travel), True, "")])
 
     def launch(self, requests: Sequence[Compute]) -> None:
-        groups: dict[object, list[Launch]] = defaultdict(list)
+        groups: dict[object, list[KernelLaunch]] = defaultdict(list)
         for request in requests:
             one: VisitPass = request.kernel
             make = one._backward if request.backward else one._forward
@@ -291,7 +291,7 @@ class VisitPass(KernelPass):
         for group in groups.values():
             self._run(group)
 
-    def _forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> list[Launch]:
+    def _forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> list[KernelLaunch]:
         table: VisitTables = visit.table
         if isinstance(sums, Sums):
             if table.merges and sums.total is None:
@@ -306,7 +306,9 @@ class VisitPass(KernelPass):
         tensors = *self._inputs(q, k, v, of_keys), *totals, shift, *self._numbers(visit)
         return self._launches(visit, ("forward", tensors))
 
-    def _backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: Tensors, travel: Tensors) -> list[Launch]:
+    def _backward(
+        self, visit: Visit, rows: QueryRows, block: Tensors, stay: Tensors, travel: Tensors
+    ) -> list[KernelLaunch]:
         of_queries, of_keys = self._row_sets(visit)
         if visit.first and self.kernel.padded:
             travel[0][..., : self.first] = 0.0  # no program writes these columns
@@ -324,11 +326,11 @@ class VisitPass(KernelPass):
         dq, dk = dq[..., self.first :], dk[..., self.first :]
         return self._launches(visit, ("dq", (*read, dq, key, *numbers)), ("dkv", (*read, dk, dv, *numbers)))
 
-    def _launches(self, visit: Visit, *named: tuple[str, tuple[Tensor | None, ...]]) -> list[Launch]:
+    def _launches(self, visit: Visit, *named: tuple[str, tuple[Tensor | None, ...]]) -> list[KernelLaunch]:
         table: VisitTables = visit.table
         device = self.q.device
         return [
-            Launch(name, on_device, programs, tensors)
+            KernelLaunch(name, on_device, programs, tensors)
             for (name, tensors), on_device, programs in zip(named, table.on(device), table.programs, strict=True)
             if programs and len(self.q)
         ]
@@ -364,7 +366,7 @@ class VisitPass(KernelPass):
         streams = row_streams(dropout.seed, batch, heads + call.heads.start, rows)
         return streams, key_steps(columns).expand(batch, len(kv_heads), -1).unsqueeze(-1)
 
-    def _run(self, launches: list[Launch]) -> None:
+    def _run(self, launches: list[KernelLaunch]) -> None:
         """Launch a kernel once, for one or several ranks whose tensors have equal dtypes and strides of rows."""
         kernel, triton = self.kernel, _triton()
         q, k, v, *_ = launches[0].tensors
@@ -408,7 +410,7 @@ class VisitPass(KernelPass):
             )
 
 
-def _places(launches: Sequence[Launch]) -> tuple[Tensor, int]:
+def _places(launches: Sequence[KernelLaunch]) -> tuple[Tensor, int]:
     """What differs between the ranks of one launch, as the kernels read it, and a divisor of the wide tensors'."""
     base, lines, divisor = launches[0], [], EXTRA
     for launch in launches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from command_line import Inside, Refused, ringattn
 from safetensors.torch import load_file, save_file
 
 import ringattn as ra
-from ringattn.cli import run
+from ringattn.cli import doctor, run
 from ringattn.cli.comparison import MAX_ROWS, print_jobs
 from ringattn.cli.config.schema import SCHEMAS, RunConfig, SimulateConfig, parse_size
 from ringattn.errors import InvalidInput
+from ringattn.kernels import visit
 from ringattn.lab.published.predictions import read_measurements
 from ringattn.lab.verbs import simulate_published
 from ringattn.text import duration, size
@@ -217,6 +219,31 @@ def test_doctor(inside: Inside, tmp_path: Path) -> None:
     assert "merges on CUDA" in done.stdout and "GLOO_SOCKET_IFNAME" in done.stdout
     supposed = inside("doctor", "capability=7.5").stdout
     assert "auto, bfloat16 supposing 7.5" in supposed and "auto for window, float16 supposing 7.5" in supposed
+    assert "kernel visit supposing 7.5" in supposed and "it needs compute capability 8.0" in supposed
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(("version", "refused"), [((12, 8), True), ((13, 3), False)])
+def test_doctor_says_why_the_visit_kernel_is_not_used(
+    version: tuple[int, int], refused: bool, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (doctor, visit):
+        monkeypatch.setattr(module, "ptxas_version", lambda: version)
+    visit.device_refuses.cache_clear()
+    try:
+        printed = " ".join(inside("doctor", "capability=9.0").stdout.split())
+    finally:
+        visit.device_refuses.cache_clear()
+    assert f"ptxas {version[0]}.{version[1]}: /" in printed
+    state = "ptxas 12.8 can silently corrupt" if refused else "ok; a self-test"
+    assert f"kernel visit supposing 9.0 {state}" in printed
+    for mask in ("window", "documents", "block mask"):
+        for dtype in ("bfloat16", "float32"):
+            text = printed.split(f"auto for {mask}, {dtype} supposing 9.0 ")[1].split("auto for")[0]
+            assert text.startswith("one launch of kernel visit") != refused, text
+            assert ("not visit: see kernel visit" in text) == refused, text
+    text = printed.split("auto for causal, bfloat16 supposing 9.0 ")[1].split("auto for")[0]
+    assert text.startswith("cudnn; ")
 
 
 @pytest.mark.multi

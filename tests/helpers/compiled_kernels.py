@@ -233,23 +233,28 @@ def load(path: Path) -> ModuleType:
 
 
 def find_overwritten(code: list[tuple[int, str]]) -> list[str]:
-    """Instructions that write a register which an unfinished HGMMA reads, as ptxas before 13.3 can make them."""
-    found, pending = [], []
+    """Instructions that write a register which an unfinished HGMMA reads, as ptxas before 13.3 can make them.
+
+    "gsb0" ends a group of HGMMA, and a wait leaves so many groups unfinished. Jumps are not followed.
+    """
+    found: list[str] = []
+    groups: list[list[range]] = [[]]  # the registers that unfinished HGMMA read; the last group has not ended
     for address, text in code:
-        body = re.sub(r"^@!?U?P\w+\s+", "", text)
-        name, _, rest = body.partition(" ")
+        name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
         operands = [operand.strip() for operand in rest.split(",")]
         if name.startswith("WARPGROUP.DEPBAR"):
             left = int(re.search(r"0x([0-9a-f]+)", rest)[1], 16)  # type: ignore[index]
-            pending = pending[len(pending) - left :] if left else []
+            groups = groups[-1 - left :]
         elif name.startswith("HGMMA"):
-            register = re.match(r"R(\d+)", operands[1])
-            pending.append(range(int(register[1]), int(register[1]) + 4) if register else range(0))
+            if register := re.match(r"R(\d+)", operands[1]):
+                groups[-1].append(range(int(register[1]), int(register[1]) + 4))
+            if "gsb0" in operands:
+                groups.append([])
         elif not name.startswith(("ST", "BAR", "BRA", "LDGSTS", "RED", "ATOM", "SYNCS", "UTMA")):
             register = re.match(r"R(\d+)", operands[0])
-            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            width = 4 if re.search(r"\.128|\.M88\.4", name) else 2 if re.search(r"64|WIDE|^D[A-Z]", name) else 1
             written = range(int(register[1]), int(register[1]) + width) if register else range(0)
-            if any({*written} & {*read} for read in pending):
+            if any({*written} & {*read} for group in groups for read in group):
                 found.append(f"{address:#x}: {text}")
     return found
 

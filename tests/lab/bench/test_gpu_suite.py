@@ -68,18 +68,23 @@ def test_the_suite_from_start_to_end(emulated: None, tmp_path: Path) -> None:
     main(ReportConfig("gpu_quick", repeat=1, output=OutputGroup("results")))
     (data,) = (tmp_path / "results").glob("*.jsonl")
     record, text = read_results(data), data.with_suffix(".html").read_text()
-    assert "16 of 16 cases measured" in text and "target met." in text
+    assert "17 of 17 cases measured" in text and "target met." in text
     rows = rows_of(record)
     masks = ("dense", "causal", "window", "documents", "dilated", "block_sparse")
     for direction in ("forward", "backward"):
         for mask in masks:
-            for column in ("matmul", "ringattn", "cuDNN", "flash", "FlexAttention"):
+            for column in ("matmul", "ringattn", "visit", "aten_cuda", "cuDNN", "flash", "FlexAttention"):
                 row = rows[f"{mask}_{direction}", column]
                 ran = bool(row["TFLOP/s"] and row["of matmul"] and row["peak"])
                 assert ran != row["remark"].startswith("cannot run: "), row
-                lacks = {"cuDNN": True, "flash": mask in masks[4:], "FlexAttention": direction == "backward"}
+                lacks = dict.fromkeys(("visit", "cuDNN"), True)
+                lacks |= {"flash": mask in masks[4:], "FlexAttention": direction == "backward"}
                 assert ran != lacks.get(column, False), row  # FlexAttention has no backward on a CPU
         assert rows[f"ring_causal_{direction}", "virtual ring of 8"]["TFLOP/s"]
+    assert rows["merge_forward", "merging visit"]["remark"].startswith("cannot run: Unsupported: kernel visit")
+    ratios = {(case["case"], row["ratio"]): row["target"] for case in record["cases"] for row in case["ratios"]}
+    assert ratios["ring_causal_forward", "ringattn / virtual ring of 8"] == pytest.approx(1 / 2.2)
+    assert ratios["window_forward", "FlexAttention / ringattn"] == pytest.approx(1 / 1.1)
 
 
 def test_what_fails_is_said_and_the_rest_goes_on(
@@ -100,6 +105,16 @@ def test_what_fails_is_said_and_the_rest_goes_on(
     failed = record["cases"][0]["failed"]
     assert failed["class"] == "WrongResult" and failed["message"].startswith("results differ by more than 0.02: {'ring")
     assert len(rows_of(record)) == 5 and not gpu.conclude(record["cases"])[1]
+
+
+def test_a_library_that_is_wrong_is_not_timed(emulated: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """cuDNN's gradients were wrong on an H200, which lost the times of all columns."""
+    monkeypatch.setattr(gpu, "make_call", lambda library, **options: lambda q, k, v: (q * k + v).sin())
+    main(ReportConfig("gpu_quick", ["causal_forward"], 1, OutputGroup("results")))
+    (data,) = (tmp_path / "results").glob("*.jsonl")
+    rows = rows_of(read_results(data))
+    assert rows["causal_forward", "ringattn"]["ms"] and not rows["causal_forward", "flash"]["ms"]
+    assert rows["causal_forward", "flash"]["remark"].startswith("not timed, because it is wrong by ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
