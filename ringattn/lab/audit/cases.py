@@ -15,7 +15,8 @@ ROWS, TILES, FEW = 72, 320, 12
 def list_cases(ranks: int) -> Iterator[Case]:
     """One case for each feature."""
     tokens = ROWS * ranks
-    cuts = (5, ROWS - 5, 1, ROWS // 2, tokens - 3 * ROWS // 2 - 1)
+    at_borders = (5, ROWS - 5, 1, ROWS // 2, tokens - 3 * ROWS // 2 - 1)
+    across = (5, ROWS, 1, tokens - ROWS - 26, 20)
     causal = {"causal": True}
     masks: dict[str, dict[str, Any]] = {
         "dense": {},
@@ -24,8 +25,8 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "window of a rank's rows": {**causal, "window": ROWS},
         "window over ranks": {**causal, "window": ROWS + 29},
         "window and sinks": {**causal, "window": 7, "sinks": 2},
-        "documents": {**causal, "documents": cuts},
-        "two-way documents": {"documents": cuts},
+        "documents": {**causal, "documents": across},
+        "two-way documents": {"documents": at_borders},
         "padding on the right": {"padding": 5},
         "padding on the left": {**causal, "left": 5},
         "softcap": {**causal, "softcap": 1.5},

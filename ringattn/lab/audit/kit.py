@@ -449,10 +449,10 @@ class _Trial:
             found |= dict(zip(wanted, grads, strict=True))
         keep = self.find_dropped(out) if case.mask.get("dropout") else None
         answer = self.answers[number] if keep is None else self.answer(self.problems[number], keep)
-        verdicts = [self.check(name, ours, answer[name]) for name, ours in found.items()]
-        for name, x, copy in zip(("q", "k", "v", "the gradient of out"), passed, copies, strict=False):
-            if not torch.equal(x, copy):
-                verdicts.append(Verdict("wrong", f"{name} was changed by the call", name))
+        named = zip(("q", "k", "v", "the gradient of out"), passed, copies, strict=False)
+        changed = [name for name, x, copy in named if not torch.equal(x, copy)]
+        verdicts = [Verdict("wrong", f"{name} was changed by the call", name) for name in changed]
+        verdicts += [self.check(name, ours, answer[name]) for name, ours in found.items()]
         return choose(verdicts)
 
     def check(self, name: str, ours: Tensor, answer: tuple[Tensor, Any, Any, float]) -> Verdict:
