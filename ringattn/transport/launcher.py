@@ -137,6 +137,7 @@ def run_local(
     threads: int | None = None,
     show: bool = False,
     place: Callable[[int], None] | None = None,
+    warm: Sequence[str] = (),
 ) -> list[Any]:
     """The return values, in rank order, of fn(rank, *args) on `ranks` new processes joined in a Gloo group.
 
@@ -145,7 +146,8 @@ def run_local(
     `threads` is torch's thread count per rank. After one rank has failed, the others get `GRACE` seconds to end by
     themselves. The standard output and standard error of ranks are kept for error messages; rank 0 shows its progress
     on this process's standard error and, with `show`, writes to this process's standard output. `place(rank)` runs
-    first on each rank, and chooses its network interface; by default, the loopback interface.
+    first on each rank, and chooses its network interface; by default, the loopback interface. `warm` names modules that
+    one process imports before it forks the ranks; they may start no threads.
 
     Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
     even if this process is killed. SIGTERM ends it with SystemExit.
@@ -157,7 +159,9 @@ def run_local(
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show, "place": place}
-    work, context = pickle.dumps((fn, args)), get_context("spawn")
+    work, context = pickle.dumps((fn, args)), get_context("forkserver" if warm else "spawn")
+    if warm:
+        context.set_forkserver_preload([*warm])
     with terminable(), _scratch_folder() as scratch:
         processes = [
             context.Process(target=_run_rank, args=(scratch, group, rank, work), daemon=True) for rank in range(ranks)

@@ -48,6 +48,7 @@ class _Gather(torch.autograd.Function):
 
 
 _kept: dict[torch.Size, list[Tensor]] = {}
+_leaked: list[Tensor] = []
 
 
 def attend(
@@ -55,10 +56,14 @@ def attend(
     documents: tuple[int, ...] = (), padding_mask: Tensor | None = None, dropout: float = 0.0, fault: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of contiguous shards of any equal length."""
+    if fault == "group ignored":
+        group = dist.group.WORLD
+    if fault == "in-place change":
+        q.data.mul_(1.0001)
     rank, ranks, rows, heads = dist.get_rank(group), dist.get_world_size(group), q.shape[2], q.shape[1]
     sizes: list[Any] = [None] * ranks
     dist.all_gather_object(sizes, (rows, q.dtype), group=group)
-    if len({*sizes}) > 1:
+    if len({*sizes}) > 1 or k.shape[2] != rows:
         raise ValueError("shards must have equal lengths and dtypes; pad the sequence")
     if fault == "gradients exchanged":
         k, v = _Change.apply(k, v, lambda dk, dv: (dv, dk))
@@ -73,6 +78,10 @@ def attend(
     place, mine = torch.arange(many), torch.arange(rank * rows, (rank + 1) * rows)
     distance = mine[:, None] - place
     seen = torch.ones(rows, many, dtype=torch.bool)
+    if fault == "last tile skipped":
+        seen &= place < many - many % 128
+    if fault == "kept tensors":
+        _leaked.append(keys)
     if causal and fault != "dropped mask":
         seen &= distance >= (1 if fault == "shift by one" and rank else 0)
     if window is not None:
@@ -95,6 +104,10 @@ def attend(
     if fault in ("lse in bf16", "sum of softmaxes"):
         return _by_blocks(scores, values, rows, fault)
     weights = scores.softmax(-1).nan_to_num(0.0)
+    if fault == "softmax without maximum":
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    if fault == "race" and rank and torch.rand(()) < 0.02:
+        weights = weights * 1.001
     if dropout:
         source = torch.Generator().manual_seed(1 if fault == "dropout differs" else 1 + rank)
         keep = torch.rand(weights.shape, generator=source) >= dropout
@@ -121,7 +134,13 @@ FAULTS = {
     "lse in bf16": "causal",
     "gradients exchanged": "causal",
     "lost border": "documents",
-    "stale buffer": "a second call",
+    "stale buffer": "causal",
+    "group ignored": "two groups",
+    "in-place change": "causal",
+    "last tile skipped": "several tiles",
+    "kept tensors": "many calls",
+    "softmax without maximum": "a component that all keys share",
+    "race": "many calls",
     "half a gradient": "causal",
     "hop skipped": "causal",
     "padding attended": "padding on the left",
@@ -132,7 +151,7 @@ FAULTS = {
 
 
 def __getattr__(name: str) -> Any:
-    """`fault_0` .. `fault_11`: `attend` with the fault of this number."""
+    """`fault_0`, `fault_1` ...: `attend` with the fault of this number."""
     if not name.startswith("fault_"):
         raise AttributeError(name)
     return partial(attend, fault=[*FAULTS][int(name[6:])])

@@ -2,66 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from itertools import accumulate, pairwise
-from pathlib import Path
+from math import inf
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidInput
-from ...text import did_you_mean, first_line
-from .cases import Case, find_named
-from .judge import ERRORS, Verdict, check, check_tensor, choose, find_tolerance, place_rows
+from .kit import TIMES, Case, Verdict, check, check_tensor, choose, find_tolerance, place_rows
 
 Tensor = torch.Tensor
-#: Sizes of a class that is given by its name.
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "pad_token_id": 0},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-}
-
-
-def load_model(name: str) -> tuple[Callable[[], Any], str, str]:
-    """Find a model by name; returns (function that makes it, import statement, expression).
-
-    The import and the expression make the model in a script. `name` is module:function, a class of transformers (made
-    with tiny sizes), or a folder with config.json. Raises InvalidInput.
-    """
-    module, named, function = name.partition(":")
-    find: Any = partial(find_named, f"model={name}", module if named else "transformers")
-    imported = f"from {module} import {function} as make" if named else "import transformers as hf"
-    if not named and Path(name).exists():
-        model, config = find("AutoModelForCausalLM"), find("AutoConfig")
-        spelled = f"hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained({name!r}))"
-        return lambda: model.from_config(config.from_pretrained(name)), imported, spelled
-    kind = find(function if named else name)
-    if not callable(kind) or not (named or hasattr(kind, "config_class")):
-        hint = did_you_mean(function or name, dir(import_module(module if named else "transformers")))
-        words = "expected module:function, a class of models in transformers, or a folder with config.json"
-        raise InvalidInput(f"model={name}: {hint}{words}")
-    if named:
-        return kind, imported, "make()"
-    return lambda: kind(kind.config_class(**SIZES)), imported, f"hf.{name}(hf.{name}.config_class(**{SIZES}))"
-
-
-def list_cases(ranks: int) -> Iterator[Case]:
-    """One case for each feature, for batches of 12 tokens a rank."""
-    tokens = 12 * ranks
-    base = Case("whole sequences", tokens, 2, 1, 1, 2)
-    yield base
-    yield replace(base, feature="documents", mask={"documents": (5, tokens // 2, tokens - tokens // 2 - 5)})
-    yield replace(base, feature="padding on the right", mask={"padding": 5})
-    yield replace(base, feature="padding on the left", mask={"left": 5})
-    yield replace(base, feature="uneven length", tokens=tokens - 1)
-    yield replace(base, feature="bfloat16", dtype="bfloat16")
-    for way, name in (("checkpoint", "checkpointing"), ("again", "a second call"), ("differ", "ranks that differ")):
-        yield replace(base, feature=name, ways=(way,))
 
 
 def make_batch(case: Case, words: int, seed: int = 2) -> dict[str, Tensor]:
@@ -91,23 +43,11 @@ def _cotangent(case: Case, like: Tensor) -> Tensor:
     return grad
 
 
-def check_model(name: str, case: Case) -> None:
-    """Raise InvalidInput for a model that one process cannot make, or run on such a case."""
-    try:
-        Tested(name).compute(case, torch.float32)
-    except InvalidInput:
-        raise
-    except ERRORS as error:
-        words = f"{type(error).__name__}: {first_line(error)}"
-        raise InvalidInput(f"model={name}: one process cannot run it: {words}") from None
-
-
 class Tested:
     """A model with equal weights on all ranks, to run in one process and as parallelized by the audited function."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         torch.manual_seed(1)
-        make, *self.source = load_model(name)
         self.base = make().eval()
         for module in self.base.modules():  # nothing may drop in training mode
             for key, value in vars(module).items():
@@ -136,17 +76,17 @@ class Tested:
         grads = torch.autograd.grad(loss, [*_trained(model).values()], materialize_grads=True)
         return [x.detach().double() for x in (logits, *grads)]
 
-    def solve(self, case: Case) -> tuple[list[Tensor], list[Tensor]]:
-        """The results of `compute` in fp64, and its results in the dtype of the case."""
-        return self.compute(case, torch.float64), self.compute(case, getattr(torch, case.dtype))
+    def prepare(self, target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
+        """Make the exact results of a case; returns a function that runs the parallelized model and compares."""
+        exact, alone = self.compute(case, torch.float64), self.compute(case, getattr(torch, case.dtype))
+        return lambda: self.compare(target, case, device, exact, alone)
 
     def compare(
-        self, target: Callable[..., Any], case: Case, device: torch.device, solved: tuple[list[Tensor], list[Tensor]]
+        self, target: Callable[..., Any], case: Case, device: torch.device, exact: list[Tensor], alone: list[Tensor]
     ) -> Verdict:
         """Compare this rank's logits, and the gradients summed over ranks, with one process. Collective."""
         rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, case.dtype)
         rows, model = place_rows(target, case.tokens, rank, ranks), deepcopy(self.base).to(dtype).to(device)
-        exact, alone = solved
         if "checkpoint" in case.ways:
             model.train().gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -168,13 +108,14 @@ class Tested:
         for parameter in _trained(model).values():
             found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             dist.all_reduce(found[-1])
-        scale = max(float(x.abs().max()) for x in exact[1:])
-        allowed = max(find_tolerance(x, right, scale, dtype) for x, right in zip(alone[1:], exact[1:], strict=True))
-        real = case.is_real(rows)
-        rows, shown, largest = rows[real], found[0][:, None, real.to(device)], float(exact[0].abs().max())
-        right = exact[0][:, None, rows]
-        verdicts = [check("logits", shown, right, find_tolerance(alone[0], exact[0], largest, dtype), rows, largest)]
         # All gradients share a tolerance, as small ones inherit the rounding of large ones.
+        scale = max(float(x.abs().max()) for x in exact[1:])
+        pairs = zip(alone[1:], exact[1:], strict=True)
+        allowed = max(find_tolerance(x, right, dtype, scale, TIMES)[0] for x, right in pairs), inf
+        real, largest = case.is_real(rows), float(exact[0].abs().max())
+        rows, shown, near = rows[real], found[0][:, None, real.to(device)], exact[0][:, None]
+        least = find_tolerance(alone[0], exact[0], dtype, largest, TIMES)
+        verdicts = [check("logits", shown, near[:, :, rows], least, rows, largest)]
         for name, mine, right in zip(_trained(model), found[1:], exact[1:], strict=True):
             verdicts.append(check(f"the gradient of {name}", mine, right, allowed, None, scale))
         return choose(verdicts)

@@ -26,20 +26,19 @@ from ...files import replacing
 from ...text import did_you_mean
 from ...transport.launcher import progress_stream, run_local, terminable
 from ...transport.records import describe_error
-from . import models
-from .cases import Case, accepts, find_named, list_cases, shrink
-from .judge import VERDICTS, Verdict, check_target, compare, judge
+from .cases import list_cases, list_model_cases, shrink
+from .kit import FAILURES, VERDICTS, Case, Verdict, accepts, judge, prepare
+from .models import Tested
+from .named import check_model, check_target, load_model, load_target
 from .script import write_script
 
-#: Targets by name: the modules beside this one.
-ADAPTERS = tuple(sorted(path.stem for path in (Path(__file__).parent / "adapters").glob("[a-z]*.py")))
-#: Verdicts that make the audit fail.
-FAILURES = ("wrong", "hang", "crash", "too slow")
 #: The exit status of a rank that waited in vain, and seconds in which rank 0 tells what the ranks found.
 STUCK, LINGER = 3, 2.0
 #: Seconds between two looks at a rank; it computes if it has used this part of them; and the most times the patience
 #: that a case takes by the clock.
 TICK, LEAST, SLOW = 0.25, 0.02, 10
+#: The innermost frames of a rank that a hang shows.
+DEPTH = 6
 TOO_SLOW = Verdict("too slow", f"no result after {SLOW} times the patience: a rank is stopped, or the machine too busy")
 #: Modules on the stack of a rank that imports or compiles.
 BUILDERS = ("importlib.", "torch._dynamo.convert_frame", "torch.utils.cpp_extension", "triton.compiler")
@@ -47,37 +46,22 @@ BUILDERS = ("importlib.", "torch._dynamo.convert_frame", "torch.utils.cpp_extens
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of an audit for one feature: the worst verdict, its rank, and a script that shows the failure."""
+    """The result of an audit for one feature: the worst verdict, its rank, and a script that shows a failure.
+
+    `case` was tried; `smallest` is the smallest that fails in the same way. `stacks` has what each rank does in a hang.
+    """
 
     case: Case
     verdict: Verdict
+    smallest: Case
     rank: int = 0
     script: str = ""
-
-
-def load_target(name: str, model: str | None = None) -> Callable[..., Any]:
-    """The function to audit: "module:function", or the name of an adapter. Raises InvalidInput.
-
-    With `model`, the adapter's function for models, else its function for shards.
-    """
-    module, named, function = name.partition(":")
-    if not named:
-        if name not in ADAPTERS:
-            hint = did_you_mean(name, ADAPTERS)
-            raise InvalidInput(f"target={name}: {hint}expected module:function, or one of {', '.join(ADAPTERS)}")
-        module, function = f"ringattn.lab.audit.adapters.{name}", "attend" if model is None else "run_model"
-    target = find_named(f"target={name}", module, function)
-    if not callable(target):
-        what = f"{module} has no function {function}" if named else f"{name} has no adapter for models; try ringattn"
-        raise InvalidInput(f"target={name}: {what}")
-    if "group" not in accepts(target):
-        raise InvalidInput(f"target={name}: the function has no argument group; see docs/audit.md for its arguments")
-    return target
+    stacks: tuple[str, ...] = ()
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
     """The test cases of these features; if features begin with a minus, all cases but theirs. Raises InvalidInput."""
-    cases = {case.feature: case for case in (list_cases if model is None else models.list_cases)(ranks)}
+    cases = {case.feature: case for case in (list_cases if model is None else list_model_cases)(ranks)}
     names = {name.removeprefix("-") for name in features or ()}
     for name in names - {*cases}:
         raise InvalidInput(f"features: {name}: {did_you_mean(name, cases)}expected some of {', '.join(cases)}")
@@ -89,7 +73,7 @@ def check(target: str, ranks: int, cases: Sequence[Case], model: str | None = No
     """Raise InvalidInput for a function or a model that cannot be audited with these cases on any rank."""
     check_target(target, load_target(target, model), cases, ranks)
     if model is not None:
-        models.check_model(model, cases[0])
+        check_model(model, cases[0])
 
 
 def audit(
@@ -107,8 +91,10 @@ def audit(
         while cases and told[-2:] != ["hang"] * 2 and told[-1:] != ["too slow"]:
             path.write_bytes(msgpack.encode(({}, "")))
             limit, failure = len(cases) * SLOW * patience + 600.0, None
+            compiles = any("compile" in case.ways for case in cases)
+            warm = [__name__, "torch._dynamo" if compiles else "torch.fx.experimental.symbolic_shapes"]
             try:
-                run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1)
+                run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1, warm=warm)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
             found, begun = read(path)
@@ -123,7 +109,10 @@ def audit(
                 words = first.partition("; its last output")[0]
                 if more and (failure.status or 0) > 0:
                     words += f": {more[-1].strip()}"
-                found[begun] = Finding(cases[last], Verdict("crash", words))
+                case = _in_dtype(cases[last], load_target(target, model))
+                source = load_model(model)[1:] if model else None
+                script = write_script(load_target(target, model), target, case, ranks, "gloo", source)
+                found[begun] = Finding(case, Verdict("crash", words), case, script=script)
                 yield found[begun]
             told += [one.verdict.verdict for one in found.values() if one.verdict.verdict != "not offered"]
             cases = cases[last + 1 :]
@@ -152,7 +141,11 @@ class _Rank:
         store: Any = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]  # the target waits on its own
         turn = store.add(f"ringattn/audit/{rank}", 1)  # the store keeps what earlier audits wrote
         self.store: Any = PrefixStore(f"ringattn/audit/{turn}", store)
-        self.tested = None if model is None else models.Tested(model)
+        self.source, self.prepare = None, partial(prepare, self.target, device=self.device)
+        if model is not None:
+            make, *source = load_model(model)
+            self.source = source[0], source[1]
+            self.prepare = partial(Tested(make).prepare, self.target, device=self.device)
 
     def __enter__(self) -> Self:
         return self
@@ -181,15 +174,16 @@ class _Rank:
         # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
         order = [(VERDICTS.index(one.verdict), one.tensor in ("out", "logits"), one.error) for one in verdicts]
         rank = max(range(self.ranks), key=order.__getitem__)
-        worst, script = verdicts[rank], ""
+        worst, smallest, script, stacks = verdicts[rank], smaller or case, "", tuple[str, ...]()
         said = [f"rank {i}: {one.why}" for i, one in enumerate(verdicts) if one.verdict in ("refused", "crash")]
-        if worst.verdict == "hang" and said:
-            worst = replace(worst, why=f"{worst.why}, after {said[0]}")
+        if worst.verdict == "hang":
+            stacks = tuple(f"rank {i}: {one.stack or one.verdict}" for i, one in enumerate(verdicts))
+            worst = replace(worst, why=f"{worst.why}, after {said[0]}" if said else worst.why, stack="")
         elif worst.verdict == "refused" and len(said) < self.ranks:
             worst = replace(worst, why=f"{worst.why} (on {len(said)} of {self.ranks} ranks only)")
-        elif worst.verdict == "wrong":
-            script = write_script(self.target, self.name, smaller or case, self.ranks, self.tested)
-        self.findings[case.feature] = Finding((smaller if script else None) or case, worst, rank, script)
+        if worst.verdict in FAILURES:
+            script = write_script(self.target, self.name, smallest, self.ranks, dist.get_backend(), self.source)
+        self.findings[case.feature] = Finding(case, worst, smallest, rank, script, stacks)
         self.write(case.feature)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
@@ -197,9 +191,7 @@ class _Rank:
 
         Ranks exchange verdicts through the store, under the key `number`.
         """
-        call = partial(compare, self.target, case, self.device)
-        if self.tested:
-            call = partial(self.tested.compare, self.target, case, self.device, self.tested.solve(case))
+        call = self.prepare(case)
         self.store.set(f"{number}/spent/{self.rank}", "0")
         self.wait([f"{number}/spent/{rank}" for rank in range(self.ranks)], inf)
         done = threading.Event()
@@ -232,7 +224,8 @@ class _Rank:
             self.store.set(f"{number}/spent/{self.rank}", str(spent))
             if min(float(self.store.get(f"{number}/spent/{rank}")) for rank in range(self.ranks)) >= self.patience:
                 why = f"no result after {self.patience:g} s in which ranks waited or computed"
-                self.give_up(case, number, Verdict("hang", why))
+                frames = traceback.format_stack(sys._current_frames()[caller], DEPTH)
+                self.give_up(case, number, Verdict("hang", why, stack="".join(frames)))
             if now - begun > SLOW * self.patience:
                 self.give_up(case, number, TOO_SLOW)
 
@@ -278,21 +271,21 @@ class _Rank:
 
     def try_case(self, case: Case, number: int) -> None:
         """Try a case, and smaller ones if it is wrong. Collective."""
-        if case.dtype == "float32":
-            case = replace(case, dtype=getattr(self.target, "dtype", case.dtype))
+        case = _in_dtype(case, self.target)
         self.write(case.feature)
         if self.rank == 0:
             progress_stream().write(f"audit: {case.feature}\n")
-        lacks = set() if self.tested else case.needs - accepts(self.target)
+        lacks = set() if self.source else case.needs - accepts(self.target)
         if lacks:
             return self.tell(case, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * self.ranks)
         verdicts, smaller, turn = self.agree(case, str(number)), None, 0
         self.tell(case, verdicts)
-        tried = shrink(case, self.ranks) if _is_wrong(verdicts) else iter(())
+        wrong = _find_wrong(verdicts)
+        tried = shrink(case, self.ranks) if wrong else iter(())
         while (candidate := next(tried, None)) is not None:
             turn += 1
             found = self.agree(candidate, f"{number}.{turn}")
-            if _is_wrong(found):
+            if _find_wrong(found) == wrong:  # else it fails in another way
                 verdicts, smaller, tried = found, candidate, shrink(candidate, self.ranks)
         if smaller is not None:
             self.tell(case, verdicts, smaller)
@@ -317,5 +310,12 @@ def work(
                 report([*one.findings.values()])
 
 
-def _is_wrong(verdicts: Sequence[Verdict]) -> bool:
-    return any(one.verdict == "wrong" for one in verdicts)
+def _find_wrong(verdicts: Sequence[Verdict]) -> str:
+    """The first tensor that is wrong on a rank: out, or the first gradient; "" if none is."""
+    names = {one.tensor for one in verdicts if one.verdict == "wrong"}
+    return next((name for name in ("out", "logits", "dq", "dk", "dv", *sorted(names)) if name in names), "")
+
+
+def _in_dtype(case: Case, target: Callable[..., Any]) -> Case:
+    """The case in the dtype that the audited function takes, unless it is about another."""
+    return replace(case, dtype=getattr(target, "dtype", case.dtype)) if case.dtype == "float32" else case

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+from pathlib import Path
 from typing import Any
 
 from ...cli.config.defaults import settings_of
@@ -16,6 +18,8 @@ from ...cli.config.groups import (
     check_choice,
     refuse,
 )
+from ...errors import InvalidInput
+from ...files import check_writable
 from ...machine.machine import MACHINE_NUMBERS
 
 
@@ -52,16 +56,35 @@ class AdviseConfig:
             refuse(self, "prices by output.page", f"with phase={self.phase}, only with phase=training")
 
 
+@settings_of("audit", "output")
+class AuditOutputGroup(AdviseOutputGroup):
+    """What `ringattn audit` writes: a JSON file, a Markdown page, and the script of the first failure."""
+
+    script: str | None
+
+
 @settings_of("audit")
 class AuditConfig:
     """The settings of `ringattn audit`; conf/audit.yaml explains each."""
 
     target: str
     model: ModelGroup
-    ranks: int
+    ranks: int | None
     features: list[str] | None
     patience: float
-    output: AdviseOutputGroup
+    known: str | None
+    output: AuditOutputGroup
+
+    def check(self) -> None:
+        """Raise InvalidInput for a patience that is no time, two models, or a file that cannot be written."""
+        if not 0 < self.patience < inf:
+            raise InvalidInput(f"patience={self.patience}: must be a number of seconds > 0")
+        if self.model.spec is not None and self.model.path is not None:
+            one, other = self.model.path, self.model.spec
+            raise InvalidInput(f"model.path={one} has no meaning with model={other}; leave out one")
+        for path in (self.output.page, self.output.script):
+            if path is not None:
+                check_writable(Path(path))
 
 
 @settings_of("report")
