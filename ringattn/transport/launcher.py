@@ -159,7 +159,8 @@ def run_local(
     if ranks < 1:
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show, "place": place}
-    work, context = pickle.dumps((fn, args)), get_context("forkserver") if warm else get_context("spawn")
+    work = pickle.dumps((fn, args))
+    context: Any = get_context("forkserver" if warm else "spawn")
     if warm:
         context.set_forkserver_preload([*warm])
     with terminable(), _scratch_folder() as scratch:

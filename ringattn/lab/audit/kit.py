@@ -33,7 +33,7 @@ VERDICTS = ("exact", "not offered", "refused", "rounded", "too slow", "crash", "
 FAILURES = ("wrong", "hang", "crash", "too slow")
 #: A result may be this many times as wrong as one of a kernel on one device that accumulates in fp32, and at least this
 #: many rounding errors. In 16 bits the rounding of the result itself is most of that, so that less is needed.
-TIMES, TIMES_16, ROUNDING, ROUNDING_16 = 8.0, 2.5, 32.0, 0.5
+TIMES, TIMES_16, ROUNDING, ROUNDING_16 = 8.0, 4.0, 32.0, 0.5
 #: The fewest entries of a tensor whose mean error is known well enough to judge.
 ENOUGH = 256
 #: Different inputs of a case that calls more often; and the calls after which no call may keep another tensor.
@@ -326,12 +326,12 @@ def prepare(target: Callable[..., Any], case: Case, device: torch.device) -> Cal
     if number is None:  # this rank is in no group
         return lambda: Verdict("exact", tolerance=1.0)
     case = replace(case, tokens=case.tokens * len(members[number]) // dist.get_world_size())
-    trial = _Trial(target, case, device, joined[number], members[number].index(dist.get_rank()), len(members[number]))
+    trial = _Attempt(target, case, device, joined[number], members[number].index(dist.get_rank()), len(members[number]))
     trial.solve(number)
     return trial.compare
 
 
-class _Trial:
+class _Attempt:
     """A case on this rank."""
 
     def __init__(
