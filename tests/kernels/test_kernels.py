@@ -143,7 +143,7 @@ def test_a_name_is_never_replaced() -> None:
         if name.startswith("aten_cuda"):
             with pytest.raises(Unsupported, match=f"kernel {name} needs tensors on a cuda device"):
                 get_kernel(name, x, x, x)
-    names = {"reference", "aten_cpu", "aten_cuda", "flash_attn", "flash_attn_3", "flash_attn_4"}
+    names = {"reference", "aten_cpu", "aten_cuda", "cuda", "visit", "flash_attn", "flash_attn_3", "flash_attn_4"}
     assert set(available()) == names | {f"aten_cuda:{choice}" for choice in ("flash", "cudnn", "efficient")}
     for wrong in ("aten_cuda:", "aten_cuda:flsh", "aten_cpu:flash", ":flash"):
         with pytest.raises(InvalidInput, match=f"unknown kernel '{wrong}'"):
