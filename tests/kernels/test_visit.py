@@ -16,7 +16,7 @@ from oracle import Case, Result, dense, error, errors, make_case, same_lse, solv
 
 import ringattn as ra
 from ringattn.kernels import merges, visit
-from ringattn.kernels.visit import Config, Launch, Tiles, VisitPass, VisitTriton, self_test
+from ringattn.kernels.visit import Config, KernelLaunch, Tiles, VisitPass, VisitTriton, self_test
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -235,11 +235,13 @@ def test_equals_dense_attention(name: str, canaries: None, monkeypatch: pytest.M
     check(found, truth, dtype)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, run: Callable[[VisitPass, list[Launch]], Any]) -> list[tuple[str, int]]:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[VisitPass, list[KernelLaunch]], Any]
+) -> list[tuple[str, int]]:
     """The (kernel, number of visits) of each launch from now on; `run` stands for the launch."""
     launches: list[tuple[str, int]] = []
 
-    def noted(self: VisitPass, group: list[Launch]) -> None:
+    def noted(self: VisitPass, group: list[KernelLaunch]) -> None:
         launches.append((group[0].name, len(group)))
         assert all(launch.name == group[0].name for launch in group)
         run(self, group)
