@@ -131,6 +131,11 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.value
 
     @property
+    def chosen(self) -> int | None:
+        """How many keys a query chooses at most; None: it attends to all that it sees."""
+        return None if self.latent is None or self.latent.index is None else self.latent.index[2]
+
+    @property
     def expanded(self) -> int:
         """Columns of a head's key and value that are made of the latent."""
         return 0 if self.latent is None else self.head_dim - self.latent.rope + self.latent.value
@@ -145,6 +150,11 @@ class ModelConfig:
     def expert(self) -> int:
         """The number of parameters of one expert, or of the MLP where there are no experts."""
         return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
+
+    @property
+    def routed(self) -> float:
+        """The number of parameters of one layer's experts; the mean over layers."""
+        return (1 - self.dense / self.layers) * self.experts * self.expert
 
     @property
     def dense_layer(self) -> int:

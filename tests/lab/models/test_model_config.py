@@ -12,8 +12,8 @@ import pytest
 from ringattn.errors import InvalidInput
 from ringattn.lab.models.config import MODELS, ModelConfig, from_hugging_face, load_model
 
-#: Parameters as published: model cards of Meta, Mistral AI, DeepSeek and Zhipu, OpenAI (arXiv 2508.10925, table 1: total
-#: and active). Of Kimi K2 arXiv 2507.20534 says 1.04e12, which is that of 61 layers with experts; the first has none.
+#: Parameters as published: model cards of Meta, Mistral AI, DeepSeek, Zhipu and OpenAI (arXiv 2508.10925, table 1). Of
+#: Kimi K2, arXiv 2507.20534 says 1.04e12, as if all 61 layers had experts; the first has none.
 PUBLISHED = {
     **{"llama3_8b": 8.03e9, "llama3_70b": 70.6e9, "llama3_405b": 405e9, "mistral_7b": 7.24e9},
     **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9, "qwen3_next_80b": 79.67e9},
