@@ -71,7 +71,7 @@ def test_a_plan_of_latents(inside: Inside, refused: Refused, tmp_path: Path) -> 
     assert listed == plan.listing(1).record and listed["block"] == [[1, 512, "bfloat16"], [1, 64, "bfloat16"]]
     assert "kv is a block of 1 x 512 bfloat16 + 1 x 64 bfloat16, not k and v" in str(plan.listing(1))
     timed = json.loads(inside("simulate", *sizes, block, "layout=zigzag", "machine=h100_nvlink_ib", "--json").stdout)
-    assert timed["seconds"] == ra.simulate(plan, "h100_nvlink_ib").seconds
+    assert timed["passes"]["forward"]["seconds"] == ra.simulate(plan, "h100_nvlink_ib").seconds
     assert "block=5: expected (heads, width)" in refused("plan", "block=5")
     assert "block=[[1, 8]] has no meaning with mode=numerics" in refused("simulate", "mode=numerics", "block=[[1, 8]]")
 
