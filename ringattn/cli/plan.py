@@ -8,6 +8,7 @@ from typing import Any
 
 from ..files import STDOUT, check_json, write_json
 from ..machine.presets import get_machine
+from ..plan.listing import describe_block
 from ..plan.plan import Plan
 from ..recurrence.runs import STATE_ITEM, plan_states
 from ..simulator.reporting.console import (
@@ -164,6 +165,8 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
         Number("schedule", f"{plan.schedule}, {forward}{plan.rotates} rotate in the backward"),
         Number("pairs", f"{pairs:,} = {pairs / dense_pairs:.4f} of dense" if dense_pairs else "0", "counted"),
     ]
+    if plan.block is not None:
+        numbers.insert(1, Number("block", f"{describe_block(plan.block)} of each key travels instead of k and v"))
     if "imbalance" in totals:
         numbers.append(Number("imbalance", f"{totals['imbalance']:.4f} (busiest rank / mean)", "counted"))
         for name in DIRECTIONS:

@@ -25,7 +25,7 @@ class Listing:
     `str` gives text, `to_json` JSON. `record` is the content of the JSON:
 
     - "listing": the version of this format; "plan": the plan's hash; "rank"; "rows": the positions of the rank's rows,
-      each run as [start, stop, step].
+      each run as [start, stop, step]; "block", if other rows than k and v travel: [heads, width, dtype] of each tensor.
     - "forward" and "backward": "travels", "kv" or "q", and "steps". A step has "post", the messages that begin; then
       "compute", the visits; then "wait", the numbers of the messages that the rank waits for.
     - A message has a "number", which counts the messages of the pass; "do", "send" or "receive"; "peer"; "tag";
@@ -46,6 +46,8 @@ class Listing:
     part_bytes: Callable[[Part], int]
     pairs: Callable[[Part], int]
     block_rows: Callable[[Part], int]
+    #: (heads, width, dtype) of each tensor of a block; None: k and v.
+    block: Sequence[tuple[int, int, str]] | None = None
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class Listing:
             "plan": self.plan_hash,
             "rank": self.rank_plan.rank,
             "rows": _as_lists(self.shard),
+            **({} if self.block is None else {"block": [*map(list, self.block)]}),
             **{name: {"travels": travels, "steps": self._list_steps(steps)} for name, travels, steps in passes},
         }
 
@@ -69,6 +72,8 @@ class Listing:
         record = self.record
         rows = ", ".join(map(_run, self.shard)) or "none"
         lines = [f"plan {self.plan_hash}  rank {record['rank']} of {self.ranks}: rows {rows}"]
+        if self.block is not None:
+            lines.append(f"kv is a block of {describe_block(self.block)}, not k and v")
         sent = []
         for name in ("forward", "backward"):
             lines.append(f"{name}, {'keys' if record[name]['travels'] == 'kv' else 'queries'} travel")
@@ -136,6 +141,11 @@ class Listing:
         heads = part["heads"]
         named = f"heads {heads[0]} .. {heads[-1]}" if len(heads) > 1 else f"head {heads[0]}"
         return f"local rows {', '.join(runs[:RUNS])}{more}, {named}" + (", other rows each" if others else "")
+
+
+def describe_block(block: Sequence[tuple[int, int, str]]) -> str:
+    """The tensors of a row as text, such as "1 x 512 bfloat16 + 1 x 64 bfloat16"."""
+    return " + ".join(f"{heads} x {width} {dtype}" for heads, width, dtype in block)
 
 
 def _facts(part: Part) -> dict[str, Any]:

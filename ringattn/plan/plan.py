@@ -402,7 +402,7 @@ class Plan(PlanSizes):
             return ring_plan.layout_of(part.kind).rows(part.owner)
 
         travels, shard = (ring_plan.forward_rotates, ring_plan.rotates), self.layout_of("q").shard(rank)
-        return Listing(self.hash, self.ranks, steps, shard, travels, self.part_bytes, pairs, block_rows)
+        return Listing(self.hash, self.ranks, steps, shard, travels, self.part_bytes, pairs, block_rows, self.block)
 
     def _level(self, rank: int, step: Step) -> int:
         """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""

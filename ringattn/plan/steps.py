@@ -202,6 +202,20 @@ class PlanSizes(Value):
         comm, least = self.comm_dtype, ITEM_BYTES[self.comm_dtype]
         return tuple((h, w, comm if ITEM_BYTES.get(dtype, 0) >= least else dtype) for h, w, dtype in found)
 
+    @property
+    def expand_flops(self) -> int:
+        """FLOPs that make k and v of one row of a `block`, if these are made as in multi-head latent attention.
+
+        There, a matrix product makes them of the first tensor, but for those columns of k that the other tensors are.
+        0 without a product: the block is k and v, in itself or as integers, or its row is the key of all heads.
+        """
+        if self.block is None:
+            return 0
+        (heads, rank, dtype), rest = self.block[0], sum(width for _, width, _ in self.block[1:])
+        is_key = heads == self.kv_heads and (heads > 1 or rank + rest == self.head_dim)
+        made = max(self.head_dim - rest, 0) + self.value_dim
+        return 0 if is_key or dtype not in ITEM_BYTES else 2 * heads * rank * self.kv_heads * made
+
     def block_bytes(self, kind: Kind, rows: int, *, as_sent: bool = True) -> int:
         """The bytes of `rows` rows in a part of this kind; `rows` is summed over the heads of row sets."""
         per_row = sum(heads * width * ROW_BYTES[dtype] for heads, width, dtype in self.tensors(kind, as_sent=as_sent))

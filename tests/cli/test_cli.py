@@ -58,6 +58,26 @@ def test_plan_prints_counted_facts_and_writes_json(inside: Inside, tmp_path: Pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json"], "plan leaves nothing else behind"
 
 
+def test_a_plan_of_latents(inside: Inside, refused: Refused, tmp_path: Path) -> None:
+    """A layer of DeepSeek-V3, whose latents travel: in counts, in the listing of a rank, and in a simulation."""
+    sizes = ("ranks=4", "tokens=1k", "heads=128", "head_dim=192", "value_dim=128", "dtype=bfloat16", "schedule=ring")
+    block = "block=[[1, 512], [1, 64]]"
+    plan = ra.make_plan(
+        ra.Causal(), tokens=1024, ranks=4, layout="zigzag", schedule="ring", dtype="bfloat16",
+        heads=128, head_dim=192, value_dim=128, block=((1, 512), (1, 64)),
+    )  # fmt: skip
+    done = inside("plan", *sizes, block, "layout=zigzag", "output.path=p.json")
+    assert ra.Plan.from_json((tmp_path / "p.json").read_text()) == plan
+    assert "1 x 512 bfloat16 + 1 x 64 bfloat16 of each key travels instead of k and v" in done.stdout
+    listed = json.loads(inside("plan", *sizes, block, "layout=zigzag", "rank=1", "--json").stdout)
+    assert listed == plan.listing(1).record and listed["block"] == [[1, 512, "bfloat16"], [1, 64, "bfloat16"]]
+    assert "kv is a block of 1 x 512 bfloat16 + 1 x 64 bfloat16, not k and v" in str(plan.listing(1))
+    timed = json.loads(inside("simulate", *sizes, block, "layout=zigzag", "machine=h100_nvlink_ib", "--json").stdout)
+    assert timed["passes"]["forward"]["seconds"] == ra.simulate(plan, "h100_nvlink_ib").seconds
+    assert "block=5: expected (heads, width)" in refused("plan", "block=5")
+    assert "block=[[1, 8]] has no meaning with mode=numerics" in refused("simulate", "mode=numerics", "block=[[1, 8]]")
+
+
 def test_a_plan_of_a_chunk_after_a_cache(inside: Inside, tmp_path: Path) -> None:
     done = inside("plan", "ranks=4", "tokens=1k", "heads=1", "q_tokens=64", "layout=zigzag", "output.path=p.json")
     assert "64 query tokens, shifted(zigzag, 960), and 1,024 keys, zigzag on 4 ranks" in done.stdout

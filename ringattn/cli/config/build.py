@@ -17,6 +17,7 @@ from .schema import ProblemSizes, SimulateConfig
 LIMITS = {
     "heads": (4096, "planning visits every head; batch= costs nothing"),
     "head_dim": (1 << 16, "no kernel supports more"),
+    "value_dim": (1 << 16, "no kernel supports more"),
     "batch": (1 << 31, "bytes are counted in 64 bits"),
 }
 
@@ -43,7 +44,7 @@ def plans_from_config(config: ProblemSizes, machine: Machine | None = None, **re
         **replaced,
     }
     for name, (limit, why) in LIMITS.items():
-        if arguments[name] > limit:
+        if (arguments.get(name) or 0) > limit:
             raise InvalidInput(f"{name}={arguments[name]:,}: must be at most {limit:,}: {why}")
     if machine is None:
         machine = config.machine.made(ranks=config.ranks)

@@ -157,6 +157,12 @@ class TwoSides(ProblemSizes):
 
     q_tokens: Size | None
     q_first: Size | None
+    value_dim: int | None
+    block: Any
+
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of `PlanSizes`, with those of keys and values that are made of other rows."""
+        return {**super().sizes(), "value_dim": self.value_dim, "block": self.block}
 
     @property
     def is_square(self) -> bool:
@@ -276,7 +282,7 @@ class SimulateConfig(TwoSides):
             rotate = "rotate " * (self.is_square and ", " not in self.rotate)
             refuse(self, f"{rotate}machine.call_backward machine.sweep_backward", "without backward=true")
         if self.mode == "published":
-            refuse(self, "machine heads head_dim dtype", "with mode=published")
+            refuse(self, "machine heads head_dim value_dim block dtype", "with mode=published")
         elif self.mode == "numerics":
             self._check_numerics()
         else:
@@ -284,7 +290,7 @@ class SimulateConfig(TwoSides):
 
     def _check_model(self, without: str) -> None:
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
-        refuse(self, f"mode numerics trace heads head_dim {without}", reason)
+        refuse(self, f"mode numerics trace heads head_dim value_dim block {without}", reason)
         if self.phase != "training":
             refuse(self, "checkpointing sharding ep pp micro_batches interleaved", f"with phase={self.phase}")
         if self.phase != "prefill":
@@ -293,6 +299,7 @@ class SimulateConfig(TwoSides):
             refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
 
     def _check_numerics(self) -> None:
+        refuse(self, "value_dim block", "with mode=numerics, which draws keys and values of one width")
         if not self.chooses:
             refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto uses it")
         unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}

@@ -253,13 +253,15 @@ def least_attention_of_layers(
     """A lower bound on the time and memory of attention: (number of layers, bound for one of them) pairs.
 
     It holds for every schedule: the computing time assumes visible pairs at the rate of a fully occupied GPU, equally
-    divided among ranks; the memory is what every schedule needs. Messages, which are left out, only add to both.
+    divided among ranks; the memory is what every schedule needs. Messages, which are left out, only add to both, as do
+    latents (expanding or absorbing them) and the scores of an indexer.
     """
     rows, rates = parallel.rows * ceil(tokens / parallel.cp), machine.kernel_rates
     item = ITEM_BYTES[parallel.software.dtype]
     wide, heads = max(item, 4), model.heads // parallel.tp
-    output = heads * model.head_dim
-    inputs = output + 2 * max(model.kv_heads // parallel.tp, 1) * model.head_dim
+    output, dims = heads * model.value_dim, model.head_dim + model.value_dim
+    of_keys = max(model.kv_heads // parallel.tp, 1) * dims if model.latent is None else model.latent.rank
+    inputs = heads * model.head_dim + of_keys
     # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
     buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
     # A zigzag shard has two pieces, each with a partly filled thread block.
@@ -273,11 +275,11 @@ def least_attention_of_layers(
         if machine.kernel is not None:
             return 0.0
         if rates is None:
-            return pairs * 4 * model.head_dim * (BACKWARD if backward else 1.0) / machine.flops
-        return pairs * rates.pair_seconds(blocks, dense=True, dims=2 * model.head_dim, backward=backward, item=item)
+            return pairs * 2 * dims * (BACKWARD if backward else 1.0) / machine.flops
+        return pairs * rates.pair_seconds(blocks, dense=True, dims=dims, backward=backward, item=item)
 
     layers = []
     for window, count in Counter(model.windows).items():
-        pairs = parallel.rows * heads * count_pairs(window, tokens) / parallel.cp
+        pairs = parallel.rows * heads * count_pairs(window or model.chosen, tokens) / parallel.cp
         layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
     return layers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import gcd
+from functools import lru_cache, partial
+from math import ceil, gcd
 from typing import Any
 
 from ...call.planner import make_plans
@@ -14,10 +14,16 @@ from ...layout.regular import make_layout
 from ...machine.machine import Machine
 from ...pattern import Causal, Pattern, Window
 from ...simulator.timing.simulation import simulate
+from ...text import duration
 from .config import ModelConfig
+from .layer import LayerCosts
 from .parallel import Parallel
 from .recurrence import LayerRecurrence, recur
 
+#: The forms of attention to latents, and whose rows have a product beside the visits: of the keys, which are expanded
+#: and travel; of none, as latents travel and are expanded at each visit; of the queries, which become as wide as
+#: latents, and attend to these.
+FORMS = {"expanded": "keys", "latents": "", "absorbed": "queries"}
 #: Memory categories of a pass that are activations; the model counts these itself.
 _ACTIVATIONS = ("q, k, v", "output", "lse")
 
@@ -50,7 +56,8 @@ def attention_of_layers(
     """Predict the attention of all layers: (number of layers, attention of one of them) for each distinct window.
 
     All layers have the same layout. With `chunk`, the prompt comes in chunks of that many tokens, and the result is for
-    the last chunk, which attends to all tokens. Raises the errors of planning.
+    the last chunk, which attends to all tokens. Latents travel in the one of `FORMS` that takes the least time; queries
+    that choose keys attend in absorbed form. Raises the errors of planning.
     """
     tp = parallel.tp
     if parallel.cp == 1:  # one kernel call, which the host queues ahead
@@ -61,22 +68,77 @@ def attention_of_layers(
     # A window as long as the sequence hides nothing.
     windows = Counter(None if window is None or window >= tokens else window for window in model.windows)
     common = gcd(*windows.values())
-    layers = _attend(
-        tuple((window, count // common) for window, count in windows.items()),
-        chunk or tokens,
-        parallel.layout,
-        backward,
-        tokens=tokens,
-        ranks=parallel.cp,
-        schedule=parallel.schedule,
-        heads=model.heads // tp,
-        kv_heads=max(model.kv_heads // tp, 1),
-        head_dim=model.head_dim,
-        batch=parallel.rows,
-        dtype=parallel.software.dtype,
-        machine=machine,
+    sizes: dict[str, Any] = {"tokens": tokens, "ranks": parallel.cp, "schedule": parallel.schedule}
+    sizes |= {"batch": parallel.rows, "dtype": parallel.software.dtype}
+    queries = chunk or tokens
+    attend = partial(_attend, chunk=queries, layout=parallel.layout, **sizes)
+    if model.latent is None:
+        weights = tuple((window, count // common) for window, count in windows.items())
+        kv = {"kv_heads": max(model.kv_heads // tp, 1), "head_dim": model.head_dim}
+        layers = attend(weights, backward=backward, heads=model.heads // tp, machine=machine, **kv)
+        return list(zip(windows.values(), layers, strict=True))
+    # Products that make keys and values, or queries and outputs, of latents, on the rank with the most rows.
+    costs = LayerCosts(model, machine, parallel, 1)
+    last = (tokens - 1) % queries + 1
+    seen, attended = (
+        count_pairs(one, tokens) - (count_pairs(one, tokens - last) if last < tokens else 0)
+        for one in (None, model.chosen)
     )
-    return list(zip(windows.values(), layers, strict=True))
+    found = {}
+    for form, own in FORMS.items():
+        if (model.latent.index is not None and form != "absorbed") or (parallel.cp == 1 and not own):
+            continue  # on one rank, nothing travels
+        attending = latent_sizes(model, form, tp) | {"machine": _faster(machine, attended / seen)}
+        (layer,) = attend(((None, 1),), backward=backward, **attending)
+        rows = {"": 0, "keys": tokens, "queries": last}[own]
+        product = costs.expand(parallel.rows * ceil(rows / parallel.cp)) if rows else 0.0
+        found[form] = replace(layer, forward=layer.forward + product, backward=layer.backward + 2 * product * backward)
+    form = min(found, key=lambda name: found[name].forward + found[name].backward)
+    times = ", ".join(f"{name} {duration(one.forward + one.backward)}" for name, one in found.items())
+    layer = replace(found[form], plan=f"{found[form].plan}, {form} ({times} a layer)")
+    if model.latent.index is not None:
+        heads, dim, keys = model.latent.index
+        # The score of a pair is its value; nothing of it has a backward.
+        scored = {"heads": heads, "kv_heads": 1, "head_dim": dim, "value_dim": 1, "block": ((1, dim),)}
+        (indexer,) = attend(((None, 1),), backward=False, machine=machine, **scored)
+        words = f"{layer.plan}, {keys:,} keys of each query chosen in {duration(indexer.forward)}"
+        layer = replace(
+            layer, forward=layer.forward + indexer.forward, buffers=max(layer.buffers, indexer.buffers), plan=words
+        )
+    return [(model.layers, layer)]
+
+
+def latent_sizes(model: ModelConfig, form: str, tp: int) -> dict[str, Any]:
+    """Arguments of `make_plan` for a layer that keeps latents, in one of `FORMS`."""
+    latent, heads = model.latent, model.heads // tp
+    assert latent is not None
+    if form == "absorbed":
+        sizes = {"kv_heads": 1, "head_dim": latent.rank + latent.rope, "value_dim": latent.rank}
+    else:
+        sizes = {"head_dim": model.head_dim, "value_dim": latent.value}
+    block = None if form == "expanded" else ((1, latent.rank), (1, latent.rope))
+    return {"heads": heads, "block": block, **sizes}
+
+
+def _faster(machine: Machine, share: float) -> Machine:
+    """The machine whose kernel takes `share` of the time for a pair, as it computes only this share of the pairs."""
+    rates = machine.kernel_rates
+    if share == 1:
+        return machine
+    if rates is not None:
+        rates = replace(rates, forward=rates.forward / share, backward=rates.backward / share)
+    return replace(machine, flops=machine.flops / share, kernel=None, kernel_rates=rates)
+
+
+def attention_flops(model: ModelConfig, tokens: int) -> float:
+    """FLOPs of attention in a forward and a backward for one sequence: 6 (D + Dv) for each attended pair and head.
+
+    An indexer scores each visible pair, in the forward.
+    """
+    pairs = sum(count_pairs(model.chosen if window is None else window, tokens) for window in model.windows)
+    heads, dim, _ = (0, 0, 0) if model.latent is None or model.latent.index is None else model.latent.index
+    scores = 2.0 * heads * dim * model.layers * count_pairs(None, tokens)
+    return 6.0 * (model.head_dim + model.value_dim) * model.heads * pairs + scores
 
 
 def describe_layers(layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]) -> str:

@@ -21,6 +21,36 @@ Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: a token keeps a latent, from which each head makes its key and its value."""
+
+    #: Numbers of the latent, and those of each key that all heads share, which carry the position.
+    rank: Count
+    rope: Count
+    #: Columns of a head's value.
+    value: Count
+    #: Numbers of the latent that queries are made of; None: they are made of the layer's input.
+    queries: Count | None = None
+    #: (heads, head dim, keys) of an indexer that chooses so many keys for each query; None: queries attend to all.
+    index: tuple[Count, Count, Count] | None = None
+
+    @property
+    def kept(self) -> int:
+        """The numbers that a token keeps in a layer, those for the indexer included."""
+        return self.rank + self.rope + (0 if self.index is None else self.index[1])
+
+    def inputs(self, hidden: int, columns: int) -> list[tuple[int, int, bool]]:
+        """(columns, inner size, whether heads split it) of the products before attention, without the expanding one.
+
+        `columns` are those of all queries.
+        """
+        heads, dim = (0, 0) if self.index is None else self.index[:2]
+        inner = self.queries or hidden
+        found = [(self.rank + self.rope + (self.queries or 0) + dim + heads, hidden, False), (columns, inner, True)]
+        return [*found, *([(heads * dim, inner, False)] if heads else [])]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a decoder-only language model. Raises InvalidInput for inconsistent sizes."""
 
@@ -56,6 +86,11 @@ class ModelConfig:
     gates_output: bool = False
     #: The layers that do not attend.
     recurrence: Recurrence | None = None
+    #: What layers keep of a token instead of keys and values; `head_dim` is then that of queries and keys.
+    latent: Latent | None = None
+    #: How many of the first layers have an MLP without experts, and its columns.
+    dense: int = 0
+    dense_mlp: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, f"model {self.name}")
@@ -85,7 +120,25 @@ class ModelConfig:
     @property
     def attention_matrices(self) -> int:
         """The number of parameters in the q, k, v and output matrices of one layer, and in its gate if it has one."""
+        if self.latent is not None:
+            made = sum(wide * inner for wide, inner, _ in self.latent.inputs(self.hidden, self.heads * self.head_dim))
+            return made + self.heads * (self.latent.rank * self.expanded + self.latent.value * self.hidden)
         return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.gates_output)
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def chosen(self) -> int | None:
+        """How many keys a query chooses at most; None: it attends to all that it sees."""
+        return None if self.latent is None or self.latent.index is None else self.latent.index[2]
+
+    @property
+    def expanded(self) -> int:
+        """Columns of a head's key and value that are made of the latent."""
+        return 0 if self.latent is None else self.head_dim - self.latent.rope + self.latent.value
 
     @property
     def mixers(self) -> int:
@@ -99,6 +152,21 @@ class ModelConfig:
         return self.hidden * self.mlp * (3 if self.gated else 2) + self.expert_vectors
 
     @property
+    def routed(self) -> float:
+        """The number of parameters of one layer's experts; the mean over layers."""
+        return (1 - self.dense / self.layers) * self.experts * self.expert
+
+    @property
+    def dense_layer(self) -> int:
+        """The number of parameters of an MLP without experts in a model that has experts in other layers."""
+        return self.hidden * self.dense_mlp * (3 if self.gated else 2)
+
+    @property
+    def mlps(self) -> int:
+        """The number of parameters of all experts and MLPs."""
+        return (self.layers - self.dense) * self.experts * self.expert + self.dense * self.dense_layer
+
+    @property
     def table(self) -> int:
         """The number of parameters of the embedding; the output matrix has as many."""
         return self.vocab * self.hidden
@@ -106,18 +174,24 @@ class ModelConfig:
     @property
     def layer(self) -> int:
         """The number of parameters of one layer with all its experts; of layers that differ, the mean."""
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.mixers // self.layers + router + self.vectors + self.experts * self.expert
+        return self._layers // self.layers
+
+    @property
+    def _layers(self) -> int:
+        """The number of parameters of all layers."""
+        routed = self.layers - self.dense if self.experts > 1 else 0
+        # Beside latents, a shared expert has no gate.
+        columns = self.experts - (0 if self.latent is None else self.shared)
+        return self.mixers + self.mlps + routed * self.hidden * columns + self.layers * self.vectors
 
     @property
     def parameters(self) -> int:
         """The number of all parameters: layers, final norm, embedding, and the output matrix unless tied to it."""
-        left_over = self.mixers % self.layers
-        return self.layers * self.layer + left_over + self.hidden + self.table * (1 if self.tied else 2)
+        return self._layers + self.hidden + self.table * (1 if self.tied else 2)
 
     def stored_bytes(self, item: int) -> float:
         """Bytes of all weights as stored for inference; a weight that is not quantized takes `item` bytes."""
-        mlp = self.layers * self.experts * (self.expert - self.expert_vectors)
+        mlp = self.mlps - (self.layers - self.dense) * self.experts * self.expert_vectors
         attention = self.mixers
         fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
         return item * self.parameters - fewer
@@ -125,8 +199,8 @@ class ModelConfig:
     @property
     def active_parameters(self) -> int:
         """The number of parameters used for each token, without the embedding and the experts that are not chosen."""
-        unused = (self.experts - self.experts_per_token) * self.expert
-        return self.layers * (self.layer - unused) + self.hidden + self.table
+        unused = (self.layers - self.dense) * (self.experts - self.experts_per_token) * self.expert
+        return self._layers - unused + self.hidden + self.table
 
 
 class Quantization(Struct):
@@ -154,7 +228,9 @@ class HuggingFaceConfig(Struct):
     sliding_window_pattern: Count = 6
     max_window_layers: int = 0
     use_sliding_window: bool = False
-    layer_types: list[Literal["full_attention", "sliding_attention", "linear_attention"]] | None = None
+    layer_types: (
+        list[Literal["full_attention", "sliding_attention", "linear_attention", "indexed_attention"]] | None
+    ) = None
     shared_expert_intermediate_size: int = 0
     full_attention_interval: Count = 4
     linear_num_key_heads: Count | None = None
@@ -163,6 +239,18 @@ class HuggingFaceConfig(Struct):
     linear_value_head_dim: Count | None = None
     linear_conv_kernel_dim: Count = 4
     attn_layer_indices: list[int] | None = None
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_rope_head_dim: Count | None = None
+    qk_nope_head_dim: Count | None = None
+    v_head_dim: Count | None = None
+    n_routed_experts: int = 0
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
+    index_n_heads: Count | None = None
+    index_head_dim: Count | None = None
+    index_topk: Count | None = None
+    indexer_types: list[Literal["full"]] | None = None
     mamba_n_heads: Count | None = None
     mamba_n_groups: Count = 1
     mamba_d_state: Count | None = None
@@ -187,6 +275,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "mlp_bias": (None, False),
     "num_shared_experts": (None, 0),
     "decoder_sparse_step": (None, 1),
+    "moe_layer_freq": (None, 1),
     "mlp_only_layers": (None, []),
     "use_bidirectional_attention": (None, False),
 }
@@ -203,6 +292,17 @@ def _llama_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
     return 2 * c.hidden_size + (q + 2 * kv + c.hidden_size if c.attention_bias else 0)
 
 
+def _latent_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
+    """Parameters of four norms, and of the norm of an indexer's keys; with attention_bias, of three biases."""
+    made = (c.q_lora_rank or 0) + (c.kv_lora_rank or 0)
+    index = 0 if c.index_topk is None else 2 * (c.index_head_dim or 0)
+    biased = made + (c.qk_rope_head_dim or 0) + c.hidden_size if c.attention_bias else 0
+    return 2 * c.hidden_size + made + index + biased
+
+
+#: Model types that keep latents; those with an indexer choose keys.
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", *_INDEXED)
 #: By model type: parameters of a layer besides its matrices, from the config, the columns of q and k, and head dim.
 _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
@@ -216,6 +316,7 @@ _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
     "qwen3_next": lambda c, q, kv, d: 2 * c.hidden_size + 2 * d,
     "bamba": lambda c, q, kv, d: 2 * c.hidden_size,
+    **dict.fromkeys(_LATENT, _latent_vectors),
 }
 #: Model types that tie embedding and output unless their config says otherwise.
 _TIED = ("gemma", "gemma2", "gemma3_text")
@@ -244,6 +345,10 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
     head_dim = read.head_dim or read.hidden_size // heads
     kv_heads = read.num_key_value_heads or heads
+    latent, routed = None, read.num_local_experts or read.num_experts
+    if kind in _LATENT:
+        latent, head_dim, kv_heads, routed = *_latent(read, name), heads, read.n_routed_experts
+        columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
     stored = None if read.quantization_config is None else read.quantization_config.quant_method
     if stored not in _STORED:
         raise InvalidInput(
@@ -255,6 +360,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
     shared = int(read.shared_expert_intermediate_size > 0)
     if shared and read.shared_expert_intermediate_size != columns:
         raise InvalidInput(f"model {name}: a shared expert is not modelled unless it is as wide as the others")
+    shared += read.n_shared_experts
     return ModelConfig(
         name=name,
         layers=read.num_hidden_layers,
@@ -264,7 +370,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         head_dim=head_dim,
         mlp=columns,
         vocab=read.vocab_size,
-        experts=(read.num_local_experts or read.num_experts or 1) + shared,
+        experts=(routed or 1) + shared,
         experts_per_token=(read.num_experts_per_tok or 1) + shared,
         windows=_windows(read, name),
         sinks=kind == "gpt_oss",
@@ -277,7 +383,21 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         shared=shared,
         gates_output=kind == "qwen3_next",
         recurrence=_recurrence(read, head_dim, name),
+        latent=latent,
+        dense=min(read.first_k_dense_replace, read.num_hidden_layers),
+        dense_mlp=read.intermediate_size,
     )
+
+
+def _latent(c: HuggingFaceConfig, name: str) -> tuple[Latent, int]:
+    """(latent, head dim) of a model that keeps latents. Raises InvalidInput where a size is missing."""
+
+    def size(key: str) -> int:
+        return as_kind(getattr(c, key), Count, f"model {name}: {key}")
+
+    rank, rope, nope, value = map(size, ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    index = (size("index_n_heads"), size("index_head_dim"), size("index_topk")) if c.model_type in _INDEXED else None
+    return Latent(rank, rope, value, c.q_lora_rank, index), nope + rope
 
 
 def _recurrence(c: HuggingFaceConfig, head_dim: int, name: str) -> Recurrence | None:
@@ -313,7 +433,7 @@ def _recurrence(c: HuggingFaceConfig, head_dim: int, name: str) -> Recurrence | 
 def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
     """The window of each layer: from `layer_types`, else by the rule of the model type."""
     layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
-    if config.model_type in ("qwen3_next", "bamba"):
+    if config.model_type in ("qwen3_next", "bamba", *_LATENT):
         return ()
     if types is not None:
         if len(types) != layers or (window is None and "sliding_attention" in types):

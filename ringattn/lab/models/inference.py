@@ -18,6 +18,8 @@ from .parallel import Parallel
 
 #: Bytes of a weight of a layer in 8 bits.
 FP8 = 1
+#: Bytes of the score and the position of a key that a rank proposes.
+CANDIDATE = 8
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
 
@@ -96,11 +98,13 @@ def decode(
 ) -> ModelEstimate:
     """Predict the time to generate one token of each sequence (`rows` in each dp group), after `context` tokens.
 
-    Each matrix costs the longer of two times: reading it once, or computing with it. Keys and values are read once;
-    they are sharded by tokens over the cp ranks, as in `ringattn.KVCache`, and by heads over the tp ranks. Each cp rank
-    computes attention to its shard, and the ranks merge their outputs and lse in fp32; `merge` is "gather", "scatter"
-    or the faster one (see `merge_seconds`). With windows="copy", each rank holds the whole windows, and layers with a
-    window send nothing. Raises the errors of `training_step`.
+    Each matrix costs the longer of two times: reading it once, or computing with it. Keys and values are read once, or
+    computed with if that takes longer; latents are attended to in absorbed form. They are sharded by tokens over the cp
+    ranks, as in `ringattn.KVCache`, and keys and values by heads over the tp ranks. Each cp rank computes attention to
+    its shard, and the ranks merge their outputs and lse in fp32; `merge` is "gather", "scatter" or the faster one (see
+    `merge_seconds`). For queries that choose keys, a rank scores its shard, and all gather the best scores. With
+    windows="copy", each rank holds the whole windows, and layers with a window send nothing. Raises the errors of
+    `training_step`.
     """
     model = _check(model, machine, context, parallel)
     batch = parallel.rows
@@ -109,13 +113,16 @@ def decode(
     kept = [ceil(context / parallel.cp) if x is None else ceil(min(x, context) / copied) for x in model.windows]
     memory = _memory(costs, sum(kept), batch)
     merging = sum(windows != "copy" or window is None for window in model.windows)
-    partial = 4 * batch * costs.heads * (model.head_dim + 1)
-    way, seconds = merge_seconds(machine, partial, parallel.cp, parallel.tp, merge)
+    width = model.value_dim if model.latent is None else model.latent.rank
+    way, seconds = merge_seconds(machine, 4 * batch * costs.heads * (width + 1), parallel.cp, parallel.tp, merge)
+    candidates = batch * CANDIDATE * (model.chosen or 0)
+    seconds += merge_seconds(machine, candidates, parallel.cp, parallel.tp, "gather")[1] if candidates else 0.0
     return ModelEstimate(
         parts={
-            "keys and values": memory["keys and values"] / memory_bandwidth(machine),
+            "keys and values": _attend(costs, kept),
             "states": 2 * memory["states"] / memory_bandwidth(machine),
             **costs.products(model.layers),
+            "absorbing": model.layers * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "merging over cp": merging * seconds,
@@ -128,6 +135,26 @@ def decode(
     )
 
 
+def _attend(costs: LayerCosts, kept: list[int]) -> float:
+    """Seconds in which a query of each sequence attends to the tokens that a rank has of it, `kept` in each layer."""
+    model, latent, tokens = costs.model, costs.model.latent, sum(kept)
+    moved, flops = float(tokens * _kept_numbers(costs)), 4.0 * costs.heads * model.head_dim * tokens
+    if latent is not None:
+        share = ceil((model.chosen or 0) / costs.parallel.cp)
+        chosen = sum(min(share, here) for here in kept) if share else tokens
+        moved -= (tokens - chosen) * (latent.rank + latent.rope)
+        heads, dim, _ = latent.index or (0, 0, 0)
+        flops = 2.0 * (costs.heads * (2 * latent.rank + latent.rope) * chosen + heads * dim * tokens)
+    rate = costs.machine.matmul or costs.machine.flops
+    return costs.parallel.rows * max(costs.item * moved / memory_bandwidth(costs.machine), flops / rate)
+
+
+def _kept_numbers(costs: LayerCosts) -> int:
+    """The numbers that a rank keeps of a token in a layer; every tp rank has whole latents."""
+    latent = costs.model.latent
+    return 2 * costs.kv_heads * costs.model.head_dim if latent is None else latent.kept
+
+
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     """Bytes of weights, and of keys and values of `rows` sequences; `kept`: tokens held, summed over layers."""
     one = costs.model.recurrence
@@ -137,6 +164,6 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     return {
         "states": states,
         "weights": ceil(costs.model.stored_bytes(costs.item) / costs.parallel.tp),
-        "keys and values": rows * kept * 2 * costs.kv_heads * costs.model.head_dim * costs.item,
+        "keys and values": rows * kept * _kept_numbers(costs) * costs.item,
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

@@ -162,18 +162,37 @@ class LayerCosts:
 
     @cached_property
     def projections(self) -> float:
-        """Seconds of the matrix products before and after attention: q, k, v and output; the mean if layers differ."""
-        model = self.model
-        columns, stored = (self.heads + 2 * self.kv_heads) * model.head_dim, model.attention_item
-        out = self._matmul(model.hidden, self.heads * model.head_dim, stored=stored)
-        columns += self.heads * model.head_dim * model.gates_output
-        attention = self._matmul(columns, model.hidden, stored=stored) + out
-        one, tp = model.recurrence, self.parallel.tp
+        """Seconds of the matrix products before and after attention: q, k, v and output; the mean if layers differ.
+
+        Without those that expand latents, see `expand`. tp splits neither the products that make latents nor an
+        indexer.
+        """
+        model, tp, stored = self.model, self.parallel.tp, self.model.attention_item
+        queries = self.heads * model.head_dim
+        if model.latent is not None:
+            inputs = model.latent.inputs(model.hidden, model.heads * model.head_dim)
+            attention = sum(
+                self._matmul(wide / (tp if cut else 1), inner, stored=stored) for wide, inner, cut in inputs
+            )
+        else:
+            columns = queries * (1 + model.gates_output) + 2 * self.kv_heads * model.head_dim
+            attention = self._matmul(columns, model.hidden, stored=stored)
+        attention += self._matmul(model.hidden, self.heads * model.value_dim, stored=stored)
+        one = model.recurrence
         if one is None:
             return attention
         out = self._matmul(model.hidden, one.output / tp, stored=stored)
         recurrent = self._matmul(one.projected / tp, model.hidden, stored=stored) + out
         return (model.attending * attention + one.layers * recurrent) / model.layers
+
+    def expand(self, rows: float) -> float:
+        """Seconds in which `rows` latents are expanded to keys and values; 0 without latents.
+
+        In absorbed form, as many products take `rows` queries into the space of latents, and their results out of it.
+        """
+        model = self.model
+        rank = 0 if model.latent is None else model.latent.rank
+        return self._matmul(self.heads * model.expanded, rank, rows, stored=model.attention_item) if rank else 0.0
 
     def _experts(self, columns: float, inner: float) -> float:
         """Seconds of a product of the MLP, or of the rank's experts, each with an equal share of the tokens."""
@@ -188,11 +207,19 @@ class LayerCosts:
 
     @cached_property
     def mlp(self) -> float:
-        """Seconds of the matrix products of the MLP; with experts, of the router and the chosen experts."""
+        """Seconds of the matrix products of the MLP; with experts, of the router and the chosen experts.
+
+        The mean over layers with and without experts.
+        """
         model = self.model
         router = self._matmul(model.experts, model.hidden, layer=False) if model.experts > 1 else 0.0
-        columns = (2 if model.gated else 1) * model.mlp / self.parallel.tp
-        return self._experts(columns, model.hidden) + self.down + router
+        wide, tp = 2 if model.gated else 1, self.parallel.tp
+        experts = self._experts(wide * model.mlp / tp, model.hidden) + self.down + router
+        if not model.dense:
+            return experts
+        sizes = ((wide * model.dense_mlp / tp, model.hidden), (model.hidden, model.dense_mlp / tp))
+        dense = sum(self._matmul(*one, stored=model.mlp_item) for one in sizes)
+        return experts + (dense - experts) * model.dense / model.layers
 
     @cached_property
     def norms(self) -> float:
@@ -278,7 +305,7 @@ class LayerCosts:
     @property
     def attention_bytes(self) -> int:
         """The bytes of attention's output and lse; checkpointing="attention" saves them in addition to the input."""
-        return self.rows * self.heads * (self.model.head_dim * self.item + 4)
+        return self.rows * self.heads * (self.model.value_dim * self.item + 4)
 
     @property
     def kept_bytes(self) -> int:
@@ -292,7 +319,7 @@ class LayerCosts:
             return self.activation_bytes
         kept = self.input_bytes + (0 if self.parallel.recomputes_all else self.attention_bytes)
         if kind == "selective":
-            columns = model.hidden // self.parallel.tp + (self.heads + self.kv_heads) * model.head_dim
+            columns = model.hidden // self.parallel.tp + self.heads * model.head_dim + self.kv_heads * model.value_dim
             columns += model.experts_per_token * model.mlp // self.parallel.tp
             columns += 2 * model.experts_per_token * model.hidden if self.parallel.ep > 1 else 0
             kept += self.rows * columns * self.item
@@ -313,7 +340,7 @@ class LayerCosts:
 
         `layers` is the number of whole layers among these parameters: ep splits only their experts.
         """
-        elsewhere = layers * self.model.experts * self.model.expert * (1 - 1 / self.parallel.ep)
+        elsewhere = layers * self.model.routed * (1 - 1 / self.parallel.ep)
         return (parameters - elsewhere) / self.parallel.tp
 
     @property
@@ -334,14 +361,14 @@ class LayerCosts:
         with a gate. If not compiled, also the results of the norms (2 h) and of the activation function (m), which a
         compiler computes again. With experts, the e rows per token at their input and output (2 e h). After Korthikanti
         et al. (2022), without dropout masks and scores. With checkpointing="host" the MLP computes one tile at a time,
-        with as many rows as the hidden size.
+        with as many rows as the hidden size. Latents count as the keys and values that are made of them.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen = model.experts_per_token
         columns = chosen * ((2 if model.gated else 1) + more) * model.mlp
         columns += 2 * chosen * model.hidden if model.experts > 1 else 0
         tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
-        qkv = (self.heads + 2 * self.kv_heads) * model.head_dim
+        qkv = self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim)
         rest = (2 + 2 * more) * model.hidden // tp + qkv
         return (self.rows * rest + tile * (columns // tp)) * self.item + self.attention_bytes
 

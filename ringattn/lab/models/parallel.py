@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, gcd
+from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
@@ -131,8 +132,9 @@ class Parallel:
         layers = ceil(model.layers / self.pp)
         cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
         windows = max(cuts, key=lambda cut: sum(tokens if window is None else min(window, tokens) for window in cut))
-        tied = model.tied or self.pp > 1
-        return replace(model, layers=layers, windows=windows, tied=tied, mlp_item=None, attention_item=None)
+        tied, dense = model.tied or self.pp > 1, model.dense if self.pp == 1 else 0
+        stored: dict[str, Any] = {"mlp_item": None, "attention_item": None}
+        return replace(model, layers=layers, windows=windows, tied=tied, dense=dense, **stored)
 
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
         """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""

@@ -11,7 +11,7 @@ from ...machine.bands import STEPS_LIBRARIES, STEPS_TOKENS, step_band
 from ...machine.machine import Machine
 from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
 from ...text import duration
-from .attention import LayerAttention, attention_of_layers, count_pairs, describe_layers, recurrence_of_layers
+from .attention import LayerAttention, attention_flops, attention_of_layers, describe_layers, recurrence_of_layers
 from .config import ModelConfig
 from .layer import (
     CAST,
@@ -57,7 +57,7 @@ class StepEstimate(ModelEstimate):
     FLOPs are counted; everything else is predicted.
     """
 
-    #: FLOPs of the model without recomputation: 6 per active parameter and token, 12 D per visible pair and head.
+    #: FLOPs of the model without recomputation: 6 per active parameter and token, 6 (D + Dv) per visible pair and head.
     flops: float
     #: Bytes that the loss takes for copies of logits while memory is plentiful.
     copies: int
@@ -144,7 +144,6 @@ def training_step(
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
-    pairs = sum(count_pairs(window, tokens) for window in model.windows)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * one.layers * one.flops(summary=False)
     memory = _memory(costs, layers)
@@ -162,8 +161,7 @@ def training_step(
         memory=memory,
         copies=copies,
         machine=machine,
-        flops=sequences * (6.0 * model.active_parameters * tokens + 12.0 * model.head_dim * model.heads * pairs)
-        + states,
+        flops=sequences * (6.0 * model.active_parameters * tokens + attention_flops(model, tokens)) + states,
         plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
         outside=_outside(model, machine, tokens, parallel),
@@ -276,7 +274,7 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     """
     model, machine, parallel = costs.model, costs.machine, costs.parallel
     level, group, tp, ep = SHARDS.index(parallel.shard), parallel.group, parallel.tp, parallel.ep
-    experts = model.experts * model.expert if ep > 1 else 0
+    experts = model.routed if ep > 1 else 0
 
     def collectives(parameters: float, experts: float = 0.0) -> tuple[Collectives, Collectives]:
         """(seconds, bytes) of collectives in a forward and in a backward, for these parameters and experts."""

@@ -21,6 +21,8 @@ SECONDS_PER_HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6
 #: Up to this many ranks, the longest shard is searched for; above, shards are assumed to be of equal length.
 MOST_COMPARED = 4096
+#: The bytes of keys and values that are expanded at once, as in `kernels.expand`; a backward holds three times as many.
+EXPANDED, EXPANDED_BACKWARD = 1 << 27, 3
 #: A job never finishes if the next checkpoint or a restart takes more than this many mean times between failures.
 HOPELESS = 50
 
@@ -59,6 +61,9 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
         copies = keys * copied * of_keys // plan.block_heads  # each copy is of one head, or of all of a block
         exchanged = (inputs + copies + tokens * output) * item + tokens * plan.heads * wide
         sizes["q, k, v, output and lse of the Ulysses group's heads"] = exchanged
+    if plan.expand_flops:
+        made = keys * plan.kv_heads * (plan.head_dim + plan.value_dim) * item
+        sizes["expanded rows"] = min(made, EXPANDED) * (EXPANDED_BACKWARD if backward else 1)
     if not backward:
         if receiving is None:
             kinds: tuple[Kind, ...] = ("kv",) if plan.forward_rotates == "kv" else ("query", "part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from ...cache import cached
 from ...dtypes import ITEM_BYTES
@@ -19,6 +20,9 @@ from ...plan.work import Work
 MOST_RANKS, FEWEST_RANKS, PLANNED_STEPS = 8, 3, 192
 #: The largest share of a plan's pairs that may lie in tiles more than `BEYOND` times larger than the measured ones.
 MOST_STRAY = 0.1
+#: How often expanding rows moves the bytes of the keys and values that it makes: written by the product, and copied to
+#: where the kernel reads them. A backward expands again, and makes the gradients of rows and of weights.
+EXPAND_PASSES, EXPAND_BACKWARD = 2, 3
 #: Blocks of distant owners sampled per rank, in addition to its own block and its neighbours' blocks.
 SAMPLED_OWNERS = 8
 
@@ -35,17 +39,45 @@ def pair_seconds(
 
     They come from measured kernel times if the machine has them, else from modelled rates, else from its flops: 2 (D +
     Dv) FLOPs per pair in a forward. Times and rates are averaged over the blocks that at most `most` sampled ranks
-    compute with; rates use only the first `enough` tiles of each.
+    compute with; rates use only the first `enough` tiles of each. Expanding the rows of a `block` is included.
     """
     flops = 2 * (plan.head_dim + plan.value_dim) * (BACKWARD if backward else 1.0)
     ring_ranks = tuple(timed_ranks(plan.ring_plan(0)[0].ranks, most=most))
+    expanding = _expand_seconds_per_pair(plan, machine, backward, ring_ranks) if plan.expand_flops else 0.0
     if machine.kernel is not None:
-        return plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
+        return expanding + plan.batch * seconds_per_pair(plan, machine.kernel, flops, backward, ring_ranks)
     if machine.kernel_rates is not None:
         gathered = machine.one_gather and plan.schedule == "allgather"
         rates = machine.kernel_rates
-        return plan.batch * modelled_seconds_per_pair(plan, rates, gathered, backward, ring_ranks, enough)
-    return plan.batch * flops / machine.flops
+        return expanding + plan.batch * modelled_seconds_per_pair(plan, rates, gathered, backward, ring_ranks, enough)
+    return expanding + plan.batch * flops / machine.flops
+
+
+@cached
+def _expand_seconds_per_pair(plan: Plan, machine: Machine, backward: bool, ranks: tuple[int, ...]) -> float:
+    """Seconds of expanding rows, for the whole batch, divided by the pairs of the visits that `ranks` make."""
+    ring_plan = plan.ring_plan(0)[0]
+    visits = [*_sample_visits(ring_plan, ranks)]
+    pairs = sum(weight * ring_plan.demand.pairs(*visit) for weight, *visit in visits)
+    seconds = sum(weight * expand_seconds(ring_plan, machine, backward, *visit) for weight, *visit in visits)
+    return seconds / pairs if pairs else 0.0
+
+
+def expand_seconds(ring_plan: Plan, machine: Machine, backward: bool, rank: int, owner: int) -> float:
+    """Seconds in which `rank` expands the rows of the block of `owner` that it needs, for the whole batch.
+
+    0 if keys and values are not made of rows by a product. The sum of computing and of moving the result.
+    """
+    if not (flops := ring_plan.expand_flops):
+        return 0.0
+    rates, merge = machine.kernel_rates, machine.merge
+    moved = (
+        EXPAND_PASSES * ring_plan.kv_heads * (ring_plan.head_dim + ring_plan.value_dim) * ITEM_BYTES[ring_plan.dtype]
+    )
+    memory = inf if rates is None and merge is None else 2 * (merge or 0.0) if rates is None else rates.memory
+    row = flops / (machine.matmul or machine.flops) + moved / memory
+    rows = ring_plan.demand.count_needed((range(rank, rank + 1),), owner) // ring_plan.block_heads
+    return ring_plan.batch * rows * row * (EXPAND_BACKWARD if backward else 1)
 
 
 @cached

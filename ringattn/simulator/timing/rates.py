@@ -12,7 +12,7 @@ from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.kernel_times import BACKWARD
 from ...machine.machine import Machine
-from .kernel_seconds import pair_seconds, visit_seconds
+from .kernel_seconds import expand_seconds, pair_seconds, visit_seconds
 from .solvers.recurrence import Stall
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class Rates:
             return per_pair * sum(ring_plan.demand.pairs(*visit) for visit in visits)
         flops = 2 * (self.plan.head_dim + self.plan.value_dim) * (BACKWARD if self.backward else 1.0)
         each = (visit_seconds(ring_plan, self.machine.kernel, flops, self.backward, *visit) for visit in visits)
-        return self.plan.batch * sum(each)
+        expanding = (expand_seconds(ring_plan, self.machine, self.backward, *visit) for visit in visits)
+        return self.plan.batch * sum(each) + sum(expanding)
 
     @property
     def cores(self) -> int | None:
@@ -186,7 +187,7 @@ class Rates:
         plan = self.plan.ring_plan(0)[0]
         width: float = plan.value_dim + 1
         if self.backward:
-            width = plan.head_dim + (plan.head_dim + plan.value_dim) * plan.kv_heads / plan.heads
+            width = plan.head_dim + sum(heads * width for heads, width, _ in plan.tensors("grad")) / plan.heads
         size = plan.batch * rows * width * max(ITEM_BYTES[plan.dtype], 4)
         return MERGE_PASSES * size / self.machine.merge
 

@@ -12,10 +12,18 @@ import pytest
 from ringattn.errors import InvalidInput
 from ringattn.lab.models.config import MODELS, ModelConfig, from_hugging_face, load_model
 
-#: Parameters as published: model cards of Meta, Mistral AI and OpenAI (arXiv 2508.10925, table 1: total and active).
+#: Parameters as published: model cards of Meta, Mistral AI, DeepSeek, Zhipu and OpenAI (arXiv 2508.10925, table 1). Of
+#: Kimi K2, arXiv 2507.20534 says 1.04e12, as if all 61 layers had experts; the first has none.
 PUBLISHED = {
     **{"llama3_8b": 8.03e9, "llama3_70b": 70.6e9, "llama3_405b": 405e9, "mistral_7b": 7.24e9},
     **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9, "qwen3_next_80b": 79.67e9},
+    **{"deepseek_v2_lite": 15.7e9, "deepseek_v3": 671e9, "kimi_k2": 1.03e12, "glm5": 744e9},
+}
+#: A small model that keeps latents.
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"qk_nope_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "topk_group": 1},
 }
 SMALL: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 80, "vocab_size": 100},
@@ -29,6 +37,7 @@ def test_models_have_the_published_parameters() -> None:
         assert load_model(name).parameters == pytest.approx(parameters, rel=0.01)
     assert load_model("gpt_oss_20b").active_parameters == pytest.approx(3.61e9, rel=0.01)
     assert load_model("gpt_oss_120b").active_parameters == pytest.approx(5.13e9, rel=0.01)
+    assert [round(load_model(name).active_parameters / 1e9) for name in ("deepseek_v3", "kimi_k2")] == [37, 32]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,10 @@ def test_models_have_the_published_parameters() -> None:
                 **{"linear_key_head_dim": 8, "linear_value_head_dim": 4, "full_attention_interval": 3},
             },
         ),
+        ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+        ("deepseek_v3", LATENT),
+        ("deepseek_v32", {**LATENT, "index_n_heads": 3, "index_head_dim": 16, "index_topk": 5}),
+        ("glm_moe_dsa", {**LATENT, "index_n_heads": 3, "index_head_dim": 16, "index_topk": 5}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     ],
 )
@@ -105,7 +118,9 @@ def test_configs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None
     path = tmp_path / "config.json"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "lama"}, "model_type='lama' .*did you mean 'llama'"),
-        ({"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not modelled; expected one of llama"),
+        ({"model_type": "deepseek_v4"}, "model_type='deepseek_v4' is not modelled; did you mean 'deepseek_v3'"),
+        ({"model_type": "deepseek_v3"}, "kv_lora_rank: Expected int, got null"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["shared"]}, r"indexer_types\[0\]: .*shared"),
         ({"model_type": "qwen3_moe"}, "moe_intermediate_size: Expected int, got null"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not modelled"),
         ({"mlp_bias": True}, "mlp_bias=True is not modelled"),

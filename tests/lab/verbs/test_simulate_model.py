@@ -35,6 +35,18 @@ def test_a_step_on_the_command_line(inside: Inside, tmp_path: Path) -> None:
     assert max(map(len, printed.splitlines())) <= 120
 
 
+def test_models_that_keep_latents_answer(inside: Inside, tmp_path: Path) -> None:
+    for name, form in (("deepseek_v3", "latents"), ("kimi_k2", "latents"), ("glm5", "absorbed")):
+        question = ("simulate", f"model={name}", "tokens=32k", "cp=4", "tp=8", "schedule=ring")
+        record = json.loads(inside(*question, "ep=4", "--json").stdout)
+        assert f", {form} (" in record["plan"] and record["model"]["latent"]["rank"] == 512
+        assert "of each query chosen in" in record["plan"] or name != "glm5"
+        kept = 576 + 128 * (name == "glm5")
+        for phase in ("prefill", "decode"):
+            served = json.loads(inside(*question, f"phase={phase}", "--json").stdout)
+            assert served["memory"]["keys and values"] == record["model"]["layers"] * 8192 * 2 * kept
+
+
 def test_jobs_of_models_are_points_of_a_study(inside: Inside, tmp_path: Path) -> None:
     done = inside("simulate", "-m", "model=llama3_8b,mistral_7b", "tokens=8k", "tp=2,8")
     header, *rows = (
