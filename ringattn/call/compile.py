@@ -24,7 +24,6 @@ from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
-from ..plan.schedules import resolve
 from ..plan.steps import PlanSizes, parse_rotate
 from ..transport.base import CHECKS
 from .arguments import (
@@ -37,7 +36,7 @@ from .arguments import (
     looks_swapped,
     read_dropout,
 )
-from .planner import PLANS, find_plan
+from .planner import PLANS, find_plan, resolve_auto
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -328,7 +327,7 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
         get_machine(options.machine)
     resolved = copy(options)
     vars(resolved).update(
-        schedule="direct" if options.reproducible and options.schedule == "auto" else resolve(options.schedule),
+        schedule=resolve_auto(options.schedule, options.reproducible),
         scale=scale,
         comm_dtype=None if options.comm_dtype is None else dtype_name(options.comm_dtype),
         dropout=read_dropout(options.dropout) or 0.0,
@@ -362,13 +361,15 @@ def _get_kernel(
         q, k, v = (_stand_in(x, device, shape) for x, shape in zip((q, k, v), shapes, strict=True))
     dropout = read_dropout(options.dropout)
     kernel = get_kernel(
-        options.kernel, q, k, v,
-        deterministic=options.deterministic, softcap=options.softcap, dropout=dropout, reproducible=options.reproducible,
+        options.kernel, q, k, v, deterministic=options.deterministic,
+        softcap=options.softcap, dropout=dropout, reproducible=options.reproducible,
     )  # fmt: skip
     return kernel.derive(padded=True) if padded else kernel, column
 
 
-def _make_leafwise(options: AttentionOptions, kernel: VisitKernel, device: torch.device, *, chosen: bool) -> VisitKernel:
+def _make_leafwise(
+    options: AttentionOptions, kernel: VisitKernel, device: torch.device, *, chosen: bool
+) -> VisitKernel:
     """The kernel of leaves that calls the op of `kernel`. Raises Unsupported."""
     from ..kernels.leaves import Leafwise  # few calls have leaves
 

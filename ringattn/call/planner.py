@@ -84,7 +84,16 @@ def make_plan(
     return find_plan(
         as_pattern(pattern),
         PlanSizes(
-            heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate, block, reproducible  # type: ignore[arg-type]
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            dtype,
+            batch,
+            comm_dtype,
+            rotate,
+            block,
+            reproducible,  # type: ignore[arg-type]
         ),
         tokens=tokens,
         ranks=ranks,
@@ -111,10 +120,6 @@ def find_plan(
     """Like `make_plan`, but takes a Pattern instead of text, and sizes that have already been checked."""
     heads = sizes.heads
     choose_layout = isinstance(layout, str) and layout.strip() == "auto"
-    if sizes.reproducible is not None:
-        if choose_layout:
-            raise InvalidInput(f"reproducible={sizes.reproducible} with layout='auto': name one; try layout='zigzag'")
-        schedule = "direct" if resolve(schedule) == "auto" else schedule  # nodes go straight to owners in any case
     names: tuple[str | Layout, ...] = (layout,)
     if choose_layout:
         from ..simulator.timing.auto import list_layouts  # plans with a named layout and schedule need no timing model
@@ -140,7 +145,7 @@ def find_plan(
     if own and forward == "auto":  # a comm_dtype asks for rounded keys
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {backward}" for form in forms]
-    schedule = resolve(schedule)
+    schedule = resolve_auto(schedule, sizes.reproducible)
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     by_events = own or forward == "q"
     on_machine = None
@@ -167,6 +172,12 @@ def find_plan(
 
     key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)
+
+
+def resolve_auto(schedule: str, reproducible: int | None) -> str:
+    """The schedule; "auto" with leaves is "direct": nodes of gradients go straight to owners in any case."""
+    resolved = resolve(schedule)
+    return "direct" if resolved == "auto" and reproducible is not None else resolved
 
 
 def make_plans(

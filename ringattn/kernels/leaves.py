@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.leaves import ALIGNED, LeafPair, LeafVisit, Nodes, Tree
+from ..plan.row_sets import Ranges
 from ..plan.visit import Visit
 from ..plan.work import Work
 from .calls import Kernel
@@ -53,13 +54,9 @@ class Leafwise(VisitKernel):
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
     ) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
-        seen: dict[int, set[int]] = {}
-        for visit in visits:
-            leaves: LeafVisit = visit.works  # type: ignore[assignment]
-            for pair in leaves.pairs:
-                seen.setdefault(pair.query, set()).add(leaves.numbers[pair.key])
-        tables = [tuple(_calls_of(visit.works.pairs, heads, kv_heads)) for visit in visits]  # type: ignore[attr-defined]
-        return tables, {leaf: sorted(keys) for leaf, keys in seen.items()}
+        leaves: list[LeafVisit] = [visit.works for visit in visits]  # type: ignore[misc]
+        by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
+        return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return LeafPass(self.inner, call, q, block)
@@ -72,7 +69,9 @@ def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[
         mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
         groups.setdefault((n, m, pair.causal, mask), []).append(pair)
     for (n, m, causal, _), group in groups.items():  # type: ignore[misc]
-        work = Work(range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None)
+        work = Work(
+            range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
+        )
         empty = None
         if group[0].hidden is not None:
             hidden = torch.from_numpy(group[0].hidden)
@@ -103,11 +102,14 @@ class LeafSums:
         self.out = empty_rows((*q.shape[:3], width), q.dtype, q.device) if out is None else out
         self.lse = empty_rows(q.shape[:3], torch.float64, q.device)
         begin_sums(self.out, self.lse)
-        self.trees = {leaf: Tree[Pair](seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()}
+        self.trees = {
+            leaf: Tree[Pair](seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()
+        }
 
-    def put(self, pair: LeafPair, number: int, node: Pair) -> None:
+    def put(self, pair: LeafPair, node: Pair) -> None:
+        """Add the result of two leaves."""
         tree = self.trees[pair.query]
-        tree.put(0, number, node)
+        tree.put(0, pair.key - pair.first, node)
         if tree.root is not None:
             for total, x in zip((self.out, self.lse), tree.root, strict=True):
                 total[:, :, pair.q.start : pair.q.stop] = x[:, :, : len(pair.q)]
@@ -125,7 +127,7 @@ class LeafGrads:
         self.totals = tuple(map(wide_zeros, of))
         self.trees: dict[int, Tree[Tensors]] = {}
 
-    def put(self, leaf: int, rows: range, seen: Sequence[int], name: tuple[int, int], node: Tensors) -> None:
+    def put(self, leaf: int, rows: range, seen: Ranges, name: tuple[int, int], node: Tensors) -> None:
         """Add a node (level, index) of a leaf, which has these rows and meets the leaves `seen`."""
         if leaf not in self.trees:
             self.trees[leaf] = Tree(seen, _add)
@@ -149,7 +151,7 @@ class BlockGrads(LeafGrads):
         """Add nodes that have arrived; the tensors hold their rows, one node after another."""
         first = 0
         for leaf, level, index in nodes.names:
-            rows, seen = nodes.leaves[leaf]
+            rows, seen = nodes.by_leaf[leaf]
             part = tuple([x[:, :, first : first + len(rows)].clone() for x in tensors])
             self.put(leaf, rows, seen, (level, index), part)
             first += len(rows)
@@ -185,7 +187,6 @@ class LeafPass(KernelPass):
         return travel[0].finish()  # type: ignore[attr-defined, no-any-return]
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
-        leaves: LeafVisit = visit.works  # type: ignore[assignment]
         for call in visit.table:
             n, m = len(call.work.q), call.work.keys
             query = _gather(q, [pair.q for pair in call.pairs], n)
@@ -196,7 +197,7 @@ class LeafPass(KernelPass):
                 out = out.masked_fill(call.empty.unsqueeze(-1), 0.0)
                 lse = lse.masked_fill(call.empty, -torch.inf)
             for pair, *node in zip(call.pairs, out.split(len(q)), lse.split(len(q)), strict=True):
-                sums.put(pair, leaves.numbers[pair.key], tuple(node))
+                sums.put(pair, tuple(node))
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
         leaves: LeafVisit = visit.works  # type: ignore[assignment]
@@ -208,7 +209,7 @@ class LeafPass(KernelPass):
                 out, grad = with_column(out, 0.0), with_column(grad, rows.grad_lse.to(grad.dtype))
             self._own = grad, rows.q, out
         v = with_column(v, 1.0) if has_lse else v
-        columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.seen_by.items()}
+        columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.by_key.items()}
         for call in visit.table:
             n, m, runs = len(call.work.q), call.work.keys, [pair.q for pair in call.pairs]
             of_query = (_gather(x, runs, n) for x in self._own)
@@ -219,9 +220,8 @@ class LeafPass(KernelPass):
             found = self.kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
             parts = (as_dtype(x, wide(x.dtype)).split(batch) for x in found)
             for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
-                seen, number = self.call.prepared[pair.query], leaves.numbers[pair.key]
-                stay.put(pair.query, pair.q, seen, (0, number), (dq,))
-                columns[pair.key].put(0, leaves.numbers[pair.query], (dk, dv))
+                stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
+                columns[pair.key].put(0, pair.query - pair.first, (dk, dv))
         self._send(leaves, columns, travel)
 
     def _send(self, leaves: LeafVisit, columns: dict[int, Tree[Tensors]], travel: Tensors) -> None:
@@ -234,7 +234,7 @@ class LeafPass(KernelPass):
         }
         if leaves.nodes is None:
             for (leaf, *name), node in found.items():
-                travel[0].put(leaf, rows[leaf], leaves.seen_by[leaf], tuple(name), node)  # type: ignore[attr-defined]
+                travel[0].put(leaf, rows[leaf], leaves.by_key[leaf], tuple(name), node)  # type: ignore[attr-defined]
             return
         assert {*found} == {*leaves.nodes.names}, "the plan names all nodes"
         for total, *parts in zip(travel, *map(found.__getitem__, leaves.nodes.names), strict=True):

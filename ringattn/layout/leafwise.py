@@ -48,7 +48,9 @@ class Leafwise(Layout):
     @property
     def digest(self) -> str:
         regular = find_borders(None, self.tokens, self.length) == self.borders
-        return self.inner.digest if regular else sha256(repr((self.borders, self.inner.digest)).encode()).hexdigest()[:16]
+        return (
+            self.inner.digest if regular else sha256(repr((self.borders, self.inner.digest)).encode()).hexdigest()[:16]
+        )
 
     def span(self, ranks: range) -> tuple[tuple[range, ...], bool]:
         found, exact = self.inner.span(ranks)
@@ -65,8 +67,12 @@ class Leafwise(Layout):
 
 
 def round_layout(layout: str | Layout, length: int | None) -> str | Layout:
-    """The name of the layout on the grid of leaves of this length, if there is a grid, and such a layout."""
-    if length is None or not isinstance(layout, str) or ROUNDED.fullmatch(layout) is None:
+    """The name of this layout with borders on the grid of leaves of this length, if there is one; else the layout."""
+    if not isinstance(length, int) or not isinstance(layout, str):
+        return layout  # other checks report a wrong type
+    if layout.strip() == "auto":
+        raise InvalidInput(f"reproducible={length} with layout='auto': name a layout; try layout='zigzag'")
+    if ROUNDED.fullmatch(layout) is None:
         return layout
     return f"balanced({length})" if layout.strip() == "balanced" else f"{LEAVES}({layout.strip()}, {length})"
 
