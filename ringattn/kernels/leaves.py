@@ -102,8 +102,8 @@ class LeafSums:
         self.out = empty_rows((*q.shape[:3], width), q.dtype, q.device) if out is None else out
         self.lse = empty_rows(q.shape[:3], torch.float64, q.device)
         begin_sums(self.out, self.lse)
-        self.trees = {
-            leaf: Tree[Pair](seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()
+        self.trees: dict[int, Tree[Pair]] = {
+            leaf: Tree(seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()
         }
 
     def put(self, pair: LeafPair, node: Pair) -> None:

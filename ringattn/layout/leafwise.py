@@ -68,8 +68,8 @@ class Leafwise(Layout):
 
 def round_layout(layout: str | Layout, length: int | None) -> str | Layout:
     """The name of this layout with borders on the grid of leaves of this length, if there is one; else the layout."""
-    if not isinstance(length, int) or not isinstance(layout, str):
-        return layout  # other checks report a wrong type
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1 or not isinstance(layout, str):
+        return layout  # other checks report a wrong value
     if layout.strip() == "auto":
         raise InvalidInput(f"reproducible={length} with layout='auto': name a layout; try layout='zigzag'")
     if ROUNDED.fullmatch(layout) is None:

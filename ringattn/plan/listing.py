@@ -134,8 +134,7 @@ class Listing:
         first, *others = part["rows"]
         runs = [_run(range(*run)) for run in first]
         if "nodes" in part:
-            leaves = len({leaf for leaf, *_ in part["nodes"]})
-            return f"{plural(len(part['nodes']), 'node')} of {leaves:,} leaves"
+            return f"{plural(len(part['nodes']), 'node')} of trees"
         more = f" and {len(runs) - RUNS:,} more runs" if len(runs) > RUNS else ""
         heads = part["heads"]
         named = f"heads {heads[0]} .. {heads[-1]}" if len(heads) > 1 else f"head {heads[0]}"
