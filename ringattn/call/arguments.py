@@ -43,6 +43,7 @@ class AttentionKeywords(TypedDict, total=False):
     softcap: float | None
     dropout: float | Dropout
     check: str | None
+    reproducible: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,10 @@ class AttentionOptions:
     check: when ranks compare their calls: "now", before the first message, or "deferred", while messages travel, see
         `ringattn.synchronize`; None: the environment variable RINGATTN_CHECK; if unset, "deferred" for a group with
         NCCL, else "now".
+    reproducible: the length L of a leaf in tokens, such as 512. out, lse, dq, dk and dv then have the same bits for any
+        number of ranks, layout, schedule and transport, and on one process, on one type of CPU and version of torch.
+        Shards must have borders between leaves: make_layout("leaves(zigzag, 512)", ...) cuts them; calls on whole
+        tensors round their layout. schedule="auto" is then "direct". None: results differ by rounding.
     """
 
     schedule: str = "auto"
@@ -85,6 +90,7 @@ class AttentionOptions:
     softcap: float | None = None
     dropout: float | Dropout = 0.0
     check: str | None = None
+    reproducible: int | None = None
 
     def __post_init__(self) -> None:
         take_numbers(self)

@@ -17,14 +17,13 @@ from ..cache import Cache, cached
 from ..dtypes import ITEM_BYTES, check_type, dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..kernels import get_kernel
-from ..kernels.base import positive
+from ..kernels.base import Kernel, positive
 from ..kernels.contract import VisitKernel
 from ..kernels.memory import differentiable
 from ..kernels.pad import EXTRA, check_padding, hidden_column, hide_keys
 from ..layout.regular import Layout, check_layout, layout_name
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan
-from ..plan.schedules import resolve
 from ..plan.steps import PlanSizes, parse_rotate
 from ..transport.base import CHECKS
 from .arguments import (
@@ -37,12 +36,14 @@ from .arguments import (
     looks_swapped,
     read_dropout,
 )
-from .planner import PLANS, find_plan
+from .planner import PLANS, find_plan, resolve_auto
 from .rows import Rows
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
+#: The options that are sizes of a plan.
+PLANNED = "comm_dtype", "rotate", "reproducible"
 #: The bytes of cached answers of a compiled call, plans aside.
 ANSWERS = 1 << 22
 
@@ -143,7 +144,7 @@ class CompiledCall:
         options = self.options
         return find_plan(
             self.pattern,
-            PlanSizes(**{**self.sizes, "comm_dtype": options.comm_dtype, "rotate": options.rotate}),
+            PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}}),
             tokens=tokens,
             ranks=ranks,
             layout=layout,
@@ -272,6 +273,8 @@ def _compile(
     kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
     if pattern.varies:
         kernel = kernel.derive(varies=True)
+    if resolved.reproducible is not None:
+        kernel = _make_leafwise(resolved, kernel, device, chosen=choice is not None)
     sizes: dict[str, Any] = {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],
@@ -324,7 +327,7 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
         get_machine(options.machine)
     resolved = copy(options)
     vars(resolved).update(
-        schedule=resolve(options.schedule),
+        schedule=resolve_auto(options.schedule, options.reproducible),
         scale=scale,
         comm_dtype=None if options.comm_dtype is None else dtype_name(options.comm_dtype),
         dropout=read_dropout(options.dropout) or 0.0,
@@ -358,9 +361,26 @@ def _get_kernel(
         q, k, v = (_stand_in(x, device, shape) for x, shape in zip((q, k, v), shapes, strict=True))
     dropout = read_dropout(options.dropout)
     kernel = get_kernel(
-        options.kernel, q, k, v, deterministic=options.deterministic, softcap=options.softcap, dropout=dropout
-    )
+        options.kernel, q, k, v, deterministic=options.deterministic,
+        softcap=options.softcap, dropout=dropout, reproducible=options.reproducible,
+    )  # fmt: skip
     return kernel.derive(padded=True) if padded else kernel, column
+
+
+def _make_leafwise(
+    options: AttentionOptions, kernel: VisitKernel, device: torch.device, *, chosen: bool
+) -> VisitKernel:
+    """The kernel of leaves that calls the op of `kernel`. Raises Unsupported."""
+    from ..kernels.leaves import Leafwise  # few calls have leaves
+
+    length = options.reproducible
+    unfit = [name for name in ("softcap", "dropout") if getattr(options, name)] + ["chosen"] * chosen
+    if unfit:
+        raise Unsupported(f"reproducible={length}: bits with {unfit[0]}= depend on the shards; leave out one of them")
+    if device.type != "cpu":
+        raise Unsupported(f"reproducible={length} is for CPUs, the tensors are on {device}; leave it out")
+    assert isinstance(kernel, Kernel), "kernels with this feature compute one work a call"
+    return Leafwise(kernel)
 
 
 def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:

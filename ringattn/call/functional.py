@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import InvalidInput, Unsupported
+from ..layout.leafwise import round_layout
 from ..layout.regular import DEFAULT_LAYOUT, Layout
 from ..pattern.base import check_integer
 from ..text import shown
@@ -85,7 +86,7 @@ def ring_attention(
         "reference" and pass-KV, not with ulysses.
     return_lse: also return the log-sum-exp of the scaled logits, including the sink's.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
-        `dropout` and `check`, see `call.arguments.AttentionOptions`.
+        `dropout`, `check` and `reproducible`, see `call.arguments.AttentionOptions`.
 
     All ranks call with equal arguments and matching shapes. Ranks compare digests of their arguments before the first
     message or, with check="deferred", while messages travel: trust such results only after `synchronize`. A rank waits
@@ -206,6 +207,7 @@ def virtual_attention(
     ranks = check_integer(ranks, "ranks", 1, "ranks=4")
     k, v, pattern = read_arguments(k, v, pattern)
     q, k, v = cast_inputs(q, k, v)
+    layout = round_layout(layout, options.get("reproducible"))
     cut = DEFAULT_LAYOUT if layout == "auto" else layout
     call = compile_call(
         q, k, v, pattern, cut, options,
@@ -236,6 +238,7 @@ def attention(
     deterministic: bool = False,
     softcap: float | None = None,
     dropout: float | Dropout = 0.0,
+    reproducible: int | None = None,
     key_padding_mask: Tensor | None = None,
     sinks: Tensor | None = None,
     chosen: Tensor | None = None,
@@ -265,6 +268,7 @@ def attention(
         "deterministic": deterministic,
         "softcap": softcap,
         "dropout": dropout,
+        "reproducible": reproducible,
     }
     first = None if first is None else check_integer(first, "first", 0, "first=1000")
     q_layout = None if first is None else f"shifted(contiguous, {first})"
@@ -290,6 +294,8 @@ def attention(
     from .offload import check_chunk, get_device, make_offload  # few programs offload
 
     k, v, pattern = read_arguments(k, v, pattern)
+    if reproducible is not None:
+        raise Unsupported(f"offload='host' cuts by memory, not by leaves; leave out reproducible={reproducible}")
     if chosen is not None:
         raise Unsupported("offload='host' takes no chosen keys; leave out one")
     if isinstance(k, Rows):

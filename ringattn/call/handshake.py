@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
 
+import torch
+
 from ..cache import cached
 from ..errors import Mismatch
 from ..kernels.contract import VisitKernel
@@ -234,8 +236,14 @@ def _spell(call: CompiledCall) -> bytes:
         "plans": FORMAT,
         "device": call.device.type,
         "requires_grad": call.requires_grad,
+        "op of leaves": None if call.options.reproducible is None else _spell_op(call),
     }
     return json.dumps(record).encode()
+
+
+def _spell_op(call: CompiledCall) -> str:
+    """What decides the bits of a leaf, besides its numbers: the kernel, the library and the instructions of the CPU."""
+    return f"{call.kernel.name} of torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def spell_layout(layout: str | Layout) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cache import Cache
 from ..errors import InvalidInput
+from ..layout.leafwise import round_layout
 from ..layout.regular import DEFAULT_LAYOUT, Layout, make_layout, read_masks
 from ..pattern import Pattern, as_pattern
 from ..plan.plan import Plan, arrange, bind_sides
@@ -45,6 +46,7 @@ def make_plan(
     machine: Machine | str | None = None,
     rotate: str = "auto",
     block: Sequence[Sequence[Any]] | None = None,
+    reproducible: int | None = None,
 ) -> Plan:
     """Make the plan of an attention call: what each of `ranks` ranks computes and sends, for `tokens` positions.
 
@@ -71,6 +73,9 @@ def make_plan(
     after 1000 cached keys: tokens=1024, q_layout="shifted(zigzag, 1000)", q_tokens=24. In the name of a q_layout,
     "auto" stands for the keys' layout: "shifted(auto, 1000)".
 
+    With `reproducible`, the length of a leaf, the plan is that of a call whose bits do not depend on the ranks, see
+    `AttentionOptions`; a layout "contiguous", "zigzag" or "balanced" gets borders between leaves.
+
     schedule="double_ring" and "ulysses" without a number take the ranks per node of `machine`. layout="auto" and
     schedule="auto" take the layout and the schedule that the timing model predicts to be fastest in the forward on
     `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the reason for the
@@ -78,10 +83,21 @@ def make_plan(
     """
     return find_plan(
         as_pattern(pattern),
-        PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate, block),  # type: ignore[arg-type]
+        PlanSizes(
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            dtype,
+            batch,
+            comm_dtype,
+            rotate,
+            block,
+            reproducible,  # type: ignore[arg-type]
+        ),
         tokens=tokens,
         ranks=ranks,
-        layout=layout,
+        layout=round_layout(layout, reproducible),
         q_layout=q_layout,
         q_tokens=q_tokens,
         schedule=schedule,
@@ -129,7 +145,7 @@ def find_plan(
     if own and forward == "auto":  # a comm_dtype asks for rounded keys
         forms = ("kv",) if ranks == 1 or sizes.comm_dtype is not None else ("kv", "q")
         rotates = [f"{form}, {backward}" for form in forms]
-    schedule = resolve(schedule)
+    schedule = resolve_auto(schedule, sizes.reproducible)
     choosing = choose_layout or schedule == "auto" or len(rotates) > 1
     by_events = own or forward == "q"
     on_machine = None
@@ -156,6 +172,12 @@ def find_plan(
 
     key = tuple(layouts), tuple(own.values()), schedule, on_machine if choosing else None, bound, sizes
     return make_it() if pattern.transient else _plans.answer(key, make_it)
+
+
+def resolve_auto(schedule: str, reproducible: int | None) -> str:
+    """The schedule; "auto" with leaves is "direct": nodes of gradients go straight to owners in any case."""
+    resolved = resolve(schedule)
+    return "direct" if resolved == "auto" and reproducible is not None else resolved
 
 
 def make_plans(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..files import STDOUT, check_json, write_json
 from ..machine.presets import get_machine
+from ..plan.leaves import count_nodes
 from ..plan.listing import describe_block
 from ..plan.plan import Plan
 from ..recurrence.runs import STATE_ITEM, plan_states
@@ -71,6 +72,8 @@ def _show(plan: Plan, config: PlanConfig) -> dict[str, Any]:
     ranks = [] if lookups is None else _count_ranks(plan, [plan.ranks * i // count for i in range(count)])
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
     totals = _count_totals(plan, counts_all)
+    if plan.reproducible is not None and counts_all:
+        totals["reproducible"] = count_nodes(plan)
     state = config.state_sizes()
     recurrence = None if state is None else _count_recurrence(plan, *state)
     if path != STDOUT:
@@ -173,6 +176,12 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
             sent, full_ring, messages = (totals[name][key] for key in ("bytes", "full_ring_bytes", "messages"))
             share = f" = {sent / full_ring:.4f} of a full ring" if full_ring else ""
             numbers.append(Number(f"{name} sends", f"{size(sent)}{share}, {plural(messages, 'message')}", "counted"))
+    if (nodes := totals.get("reproducible")) is not None:
+        sent = f"{plural(nodes['nodes'], 'node')} of dk and dv sent, {size(nodes['node_bytes'])}"
+        found = (
+            f"{nodes['leaves']:,} of {plan.reproducible:,} tokens, {plural(nodes['pairs_of_leaves'], 'pair')}; {sent}"
+        )
+        numbers.append(Number("leaves", found, "counted"))
     numbers += _describe_documents(plan.documents)
     numbers.append(Number("plan hash", plan.hash))
     print_numbers("", numbers if "imbalance" in totals else [*numbers, Number("totals", TOTALS_LEFT_OUT)])

@@ -182,6 +182,7 @@ class Run:
             "deterministic": self.config.deterministic,
             "comm_dtype": self.config.comm_dtype,
             "rotate": self.config.rotate,
+            "reproducible": self.config.reproducible,
         }
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, RankMeasurements]:

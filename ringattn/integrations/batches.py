@@ -17,6 +17,7 @@ from ..call.functional import get_transport
 from ..call.planner import make_plans, simulate_layers
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..layout import shift_labels
+from ..layout.leafwise import LEAVES
 from ..layout.regular import Layout, make_layout
 from ..pattern import Documents, Pattern
 from ..train import NO_LABEL
@@ -109,7 +110,10 @@ def cut_batch(layout: str | Layout | LayerMasks, tokens: int, ranks: int, border
     """
     if isinstance(layout, LayerMasks) and borders is not None:
         return layout.cut(borders, ranks)
-    return make_layout("zigzag" if isinstance(layout, LayerMasks) else layout, tokens=tokens, ranks=ranks)
+    name, documents = "zigzag" if isinstance(layout, LayerMasks) else layout, None
+    if borders is not None and isinstance(name, str) and name.startswith(LEAVES):
+        documents = borders if isinstance(borders, Documents) else read_borders(borders)
+    return make_layout(name, tokens=tokens, ranks=ranks, pattern=documents)
 
 
 def shard_batch(

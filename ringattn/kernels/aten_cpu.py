@@ -52,6 +52,7 @@ class AtenCpu(Kernel):
 
     #: `strip_keys`: the bound on keys x heads of strips. A forward allocates nothing for keys, except in 16 bits.
     name, strips, strip_keys = "aten_cpu", FORWARD, 4 * CALL_ROWS
+    features = ("reproducible",)
     #: Maximum rows of a triangle that is one call.
     triangle_rows = TRIANGLE_ROWS
     dtype = torch.float32
@@ -142,6 +143,8 @@ def _ready(width: int, *tensors: Tensor, backward: bool) -> list[Tensor]:
 
 def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
+    if work.hidden is not None:
+        return False, torch.zeros(work.hidden.shape, dtype=dtype).masked_fill_(work.hidden, -torch.inf).unsqueeze(0)
     if work.dense:
         return False, None
     if work.causal:

@@ -20,6 +20,7 @@ from ..plan.steps import Part
 from ..plan.visit import Visit
 from ..plan.work import Work
 from ..transport.base import Compute
+from .memory import differentiable, wide_zeros
 
 if TYPE_CHECKING:
     from .dropout import Dropout
@@ -116,6 +117,14 @@ class KernelPass(ABC):
     @abstractmethod
     def finish_grads(self, grads: Any) -> Tensors:
         """The gradients of what stays, in fp32 (fp64 for fp64)."""
+
+    def new_travel(self, block: Tensors) -> Tensors:
+        """The sums that travel with this rank's own block in a backward, before any visit."""
+        return tuple(map(wide_zeros, differentiable(block)))
+
+    def finish_travel(self, travel: Tensors) -> Tensors:
+        """The gradients of this rank's own block, from complete `new_travel`, in fp32 (fp64 for fp64)."""
+        return travel
 
     @abstractmethod
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Any) -> None:

@@ -22,7 +22,7 @@ class Reference(Kernel):
     """
 
     name = "reference"
-    features = ("softcap", "dropout", "chosen")
+    features = ("softcap", "dropout", "chosen", "reproducible")
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         pass
@@ -84,7 +84,9 @@ class Reference(Kernel):
             if first:
                 scores += q[..., :first] @ k[..., :first].mT * scale
             slope = 1 - ratio.square_()
-        if not work.dense:
+        if work.hidden is not None:
+            scores = scores.masked_fill_(work.hidden, -torch.inf)
+        elif not work.dense:
             scores = scores.masked_fill_(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)
         if self.chosen is not None:
             from .chosen import find_chosen  # as above

@@ -25,6 +25,7 @@ from ..text import did_you_mean, shown
 from . import MAX_RANGES as MAX_RANGES
 from . import Layout as Layout
 from . import check_sizes, nonempty
+from .leafwise import LEAVES, make_leafwise, read_leafwise
 from .packing import BOUND_OF_ONE, pack
 
 #: The default layout of plans, whole tensors and the command line. Calls on shards have no default, because a wrong
@@ -216,6 +217,9 @@ def layout_name(name: str) -> str:
         return _read_composed(name, None, len(found[1].split(",")) if found else 1).name
     if (counts := _read_counts(name)) is not None:
         return GivenRows(sum(counts), len(counts), counts).name
+    if name.lstrip().startswith(LEAVES):
+        inner, length = read_leafwise(name)
+        return f"{LEAVES}({layout_name(inner)}, {length})"
     kind, size = _read_name(name)
     if kind == "balanced":
         Balanced(0, 1, 1 if size is None else size, ())
@@ -304,7 +308,9 @@ def make_layout(
     limits the runs of adjacent positions on each rank, as recurrent layers need; it works for patterns in which each
     query attends one run of keys.
 
-    "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1.
+    "rows(11, 9)" gives the first 11 positions to rank 0 and the next 9 to rank 1. "leaves(zigzag, 64)" is the zigzag
+    layout with borders at multiples of 64 tokens, in packed documents (of `pattern`) at multiples in each document, as
+    a call with reproducible=64 needs them.
 
     Two kinds of layouts have positions other than 0 .. tokens-1: "shifted(zigzag, 1000)" begins at position 1000, and
     "joined(zigzag[1000], shifted(zigzag, 1000)[24])" has the positions of both parts, of 1000 and 24 tokens.
@@ -327,6 +333,9 @@ def make_layout(
         return _read_composed(name, tokens, ranks)
     if (counts := _read_counts(name)) is not None:
         return GivenRows(tokens, ranks, counts)
+    if name.lstrip().startswith(LEAVES):
+        mask = None if pattern is None else as_pattern(pattern)
+        return make_leafwise(name, tokens, mask, lambda inner, count: _make_formula(inner, count, ranks))
     kind, chunk = _read_name(name)
     if kind != "balanced":
         return _make_formula(name, tokens, ranks)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..text import plural
+from .leaves import Nodes
 from .row_sets import Ranges, RowSet
 from .steps import BLOCKS, SUMS, Part, RankPlan, Step
 
@@ -137,6 +138,8 @@ class Listing:
             return f"all {self.block_rows(Part(part['kind'], part['owner'])):,} rows"
         first, *others = part["rows"]
         runs = [_run(range(*run)) for run in first]
+        if "nodes" in part:
+            return f"{plural(len(part['nodes']), 'node')} of trees"
         more = f" and {len(runs) - RUNS:,} more runs" if len(runs) > RUNS else ""
         heads = part["heads"]
         named = f"heads {heads[0]} .. {heads[-1]}" if len(heads) > 1 else f"head {heads[0]}"
@@ -151,9 +154,10 @@ def describe_block(block: Sequence[tuple[int, int, str]]) -> str:
 def _facts(part: Part) -> dict[str, Any]:
     rows, heads = part.row_set, None
     listed = None
+    named = {"nodes": [list(name) for name in rows.names]} if isinstance(rows, Nodes) else {}
     if isinstance(rows, RowSet):
         heads, listed = list(rows.heads), [_as_lists(runs) for runs in rows.rows]
-    return {"kind": part.kind, "owner": part.owner, "heads": heads, "rows": listed}
+    return {"kind": part.kind, "owner": part.owner, "heads": heads, "rows": listed, **named}
 
 
 def _as_lists(runs: Ranges) -> list[list[int]]:

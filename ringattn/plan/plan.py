@@ -24,6 +24,7 @@ from .steps import BLOCKS, OF_KEYS, SUMS, Hop, Kind, Part, PlanSizes, RankPlan, 
 
 if TYPE_CHECKING:
     from .choice import Choice
+    from .leaves import Leaves
     from .listing import Listing
 
 #: Increased whenever the same inputs give different steps, so that ranks of different versions refuse to run together.
@@ -154,7 +155,14 @@ class Plan(PlanSizes):
     @cached_property
     def demand(self) -> KeyDemand:
         """Which keys each rank needs. In a plan with Ulysses groups use the demand of a `ring_plan` instead."""
-        return self.demand_of(self.pattern)
+        return self.demand_of(self.pattern if self.reproducible is None else self.leaves.rounded)
+
+    @cached_property
+    def leaves(self) -> Leaves:
+        """The leaves of a plan with `reproducible`. With Ulysses groups use those of a `ring_plan` for its visits."""
+        from .leaves import Leaves  # few plans have leaves
+
+        return Leaves(self)
 
     def demand_of(self, pattern: Pattern) -> KeyDemand:
         """Which keys each rank would need under another pattern."""
@@ -199,7 +207,8 @@ class Plan(PlanSizes):
     def plan_rank(self, rank: int) -> RankPlan:
         """The result of `for_rank` for a plan whose batch is not empty."""
         if self.ulysses_size == 1:
-            return self._rotation.steps(rank)
+            steps = self._rotation.steps
+            return steps(rank) if self.reproducible is None else self.leaves.send_home(rank, steps)
         ring_plan, place = self.ring_plan(rank)
         return self._with_exchanges(replace(ring_plan.for_rank(place), rank=rank))
 
@@ -429,7 +438,8 @@ class Plan(PlanSizes):
             q_layout = self.q_layout.base
             partition |= {"q_layout": q_layout.name, "q_tokens": q_layout.tokens}
             partition |= {"q_partition": q_layout.runs} if isinstance(q_layout, Balanced) else {}
-        sizes = {name: value for name, value in self.sizes.items() if name != "block" or value is not None}
+        optional = "block", "reproducible"
+        sizes = {name: value for name, value in self.sizes.items() if name not in optional or value is not None}
         return {
             **partition,
             "format": FORMAT,
@@ -471,4 +481,9 @@ def arrange(bound: Pattern, layout: Layout, schedule: str, sizes: PlanSizes, q_l
         stride = max(_end(x) for x in (layout, q_layout) if x is not None)
         bound, sizes, layout = RowByRow(bound, stride), replace(sizes, batch=1), stack_rows(layout, rows, stride)
         q_layout = None if q_layout is None else stack_rows(q_layout, rows, stride)
-    return Plan(pattern=bound, layout=layout, schedule=schedule, q_layout=q_layout, **sizes.sizes)
+    plan = Plan(pattern=bound, layout=layout, schedule=schedule, q_layout=q_layout, **sizes.sizes)
+    if plan.reproducible is not None:
+        from .leaves import check_leaves  # few plans have leaves
+
+        check_leaves(plan)
+    return plan

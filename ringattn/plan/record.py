@@ -32,6 +32,7 @@ class PlanRecord(Struct):
     comm_dtype: str | None
     rotate: str
     block: list[tuple[int, int, str]] | None = None
+    reproducible: int | None = None
     partition: list[tuple[int, int]] | None = None
     q_layout: str | None = None
     q_tokens: Annotated[int, Meta(le=(1 << 63) - 1)] = 0

@@ -118,7 +118,8 @@ class PlanSizes(Value):
 
     `kv_heads` defaults to `heads`, and `value_dim` to `head_dim`. A dtype may be a torch.dtype. `block` lists (heads,
     width, dtype) of the tensors that travel if keys and values are expanded from these at the visit, see `ra.Rows`; the
-    dtype defaults to `dtype`. None: k and v travel. Raises InvalidInput for a wrong value.
+    dtype defaults to `dtype`. None: k and v travel. `reproducible` is the length of a leaf, see `plan.leaves`; None: no
+    leaves. Raises InvalidInput for a wrong value.
     """
 
     heads: int = 1
@@ -130,6 +131,7 @@ class PlanSizes(Value):
     comm_dtype: str | None = None
     rotate: str = "auto"
     block: tuple[tuple[int, int, str], ...] | None = None
+    reproducible: int | None = None
 
     def __post_init__(self) -> None:
         self._normalize(
@@ -155,6 +157,20 @@ class PlanSizes(Value):
             if not shaped or not self.block or not {*map(len, self.block)} <= {2, 3}:
                 raise InvalidInput(f"block={shown(self.block)}: expected (heads, width) of each tensor of a row")
             self._normalize(block=tuple([self._check_tensor(*tensor) for tensor in self.block]))
+        if self.reproducible is not None:
+            self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        """Raise InvalidInput for options that would round or order sums by rank; keys travel in both passes."""
+        length = check_integer(self.reproducible, "reproducible", 1, "reproducible=512, the tokens of a leaf")
+        unfit = [name for name in ("comm_dtype", "block") if getattr(self, name) is not None]
+        unfit += ["rotate"] if "q" in self.rotate.split(", ") else []
+        if unfit:
+            reason = {"comm_dtype": "rounds sums by hop", "block": "expands rows by visit", "rotate": "moves queries"}
+            raise InvalidInput(
+                f"reproducible={length}: {unfit[0]}={shown(getattr(self, unfit[0]))} {reason[unfit[0]]}; leave out one"
+            )
+        self._normalize(reproducible=length, rotate="kv")
 
     def _check_tensor(self, heads: int, width: int, dtype: object = None) -> tuple[int, int, str]:
         """(heads, width, dtype) of a tensor of `block`, normalized. Raises InvalidInput."""

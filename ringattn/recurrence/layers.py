@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..call.arguments import computing
 from ..call.functional import one_thread
 from ..dtypes import check_type
-from ..errors import InvalidInput
+from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
 from ..layout.regular import Layout
 from ..machine.presets import get_machine
@@ -51,6 +52,12 @@ def _collective(layer: Callable[P, T]) -> Callable[P, T]:
     def call(*args: Any, **options: Any) -> T:
         where = {name: options.pop(name) for name in Where.__annotations__.keys() & options}
         options["ranks"] = ranks = Ranks(layer.__name__, **where)
+        if options.pop("reproducible", None) is not None:
+            with ranks.report or nullcontext():
+                raise Unsupported(
+                    f"{layer.__name__} has no reproducible=: maps of runs are composed in an order that follows the "
+                    "number of ranks, and so do their bits; leave it out"
+                )
         device = next((x.device for x in (*args, *options.values()) if isinstance(x, Tensor)), torch.device("cpu"))
         if ranks.report is None:
             with computing(device):

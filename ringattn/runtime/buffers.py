@@ -347,6 +347,10 @@ class RankState(StepMessages):
                 self.recorder.drop(previous, part)
             self.home[part] = buffer
             return
+        if self.plan.reproducible is not None:  # nodes of this rank's own block
+            self.recorder.actions.append(Move(self.own_sums[Part(part.kind, part.owner)], views, part.row_set, "join"))
+            self.recorder.drop(buffer, part)
+            return
         sums = [Part(part.kind, part.owner)] if part.owner == self.rank else self.summed[part.owner]
         for summed in sums:
             for rows in self._shared_rows(summed, part):

@@ -11,6 +11,7 @@ import torch
 from ..cache import cached
 from ..kernels.contract import KernelPass, VisitKernel
 from ..plan.plan import Plan
+from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Kind, Part
 from ..plan.visit import Visit
 from ..plan.work import Work
@@ -160,7 +161,9 @@ def _resolve(
             state.start(index)
             posts, visits = recorder.collect(), []
             for part in steps[index].visits:
-                works = demand.works(owner, part.owner, part.row_set)
+                works: Any = demand.works(owner, part.owner, part.row_set)
+                if plan.reproducible is not None:
+                    works = ring_plan.leaves.visit(owner, part)
                 if works or rotates == "kv":  # a rank also passes on queries that see none of its keys
                     visits.append(_record_visit(state, part, works, label, backward=backward))
             recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
@@ -198,7 +201,8 @@ def _record_visit(state: RankState, part: Part, works: Sequence[Work], label: st
     if part.kind == "q":
         rows = state.block(Part("row", part.owner, part.row_set))
     if backward or visit.keys_stay:
-        total = Part(SUM_OF.get(part.kind, "grad"), part.owner, part.row_set)
+        row_set = part.row_set if state.plan.reproducible is None else works.nodes or ALL_ROWS  # type: ignore[attr-defined]
+        total = Part(SUM_OF.get(part.kind, "grad"), part.owner, row_set)
         visit = replace(visit, first=state.is_new(total))
         sums = state.sums(total, zero=False)
     return NumberedVisit(visit, state.recorder.collect(), block, rows, sums, f"{label}, block of rank {part.owner}")

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.contract import CallData, Chosen, KernelPass, QueryRows, Tensors, VisitKernel
-from ..kernels.memory import align_rows, as_dtype, differentiable, wide_zeros
+from ..kernels.memory import align_rows, as_dtype, differentiable
 from ..plan.plan import Plan
 from ..transport.base import Program
 from .buffers import find_places
@@ -143,7 +143,7 @@ def backward(
     run = begin()
     grad, out, q, *own = map(align_rows, (grad, result.out, q, *block))
     kernel = job.begin(run.program, q, tuple(own))
-    stay, travel = kernel.new_grads(), tuple(map(wide_zeros, differentiable(own)))
+    stay, travel = kernel.new_grads(), kernel.new_travel(tuple(own))
     run.give(run.program.own["kv"], own)
     run.give(run.program.saved, result.saved)
     run.give(run.program.sums["grad"], travel)
@@ -154,4 +154,4 @@ def backward(
 
     yield from turn(run, kernel, tensors, backward=True)
     dq, *of_weights = kernel.finish_grads(stay)
-    return job.cast((dq, *travel, *of_weights), q, *own)
+    return job.cast((dq, *kernel.finish_travel(travel), *of_weights), q, *own)

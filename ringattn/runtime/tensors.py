@@ -51,15 +51,18 @@ ALL = RowIndex(None, None, None, None)
 
 
 #: The ways in which a `Move` combines rows.
-How = Literal["copy", "add", "merge"]
+How = Literal["copy", "add", "merge", "join"]
 
 
 class Move(NamedTuple):
-    """A call of `move_rows`, with the numbers of its tensors."""
+    """A call of `move_rows`, with the numbers of its tensors.
+
+    A "join" gives nodes, `plan.leaves.Nodes` in `rows`, to the sums of `kernels.leaves` that stand in for the targets.
+    """
 
     targets: Numbers
     sources: Numbers
-    rows: RowIndex
+    rows: Any
     how: How
 
 
@@ -144,6 +147,8 @@ class PassTensors:
                 self._tickets[action.ticket] = yield Post(tuple(messages[:sends]), tuple(messages[sends:]), label)
             elif isinstance(action, Wait):
                 yield Wait(self._tickets.pop(action.ticket))
+            elif action.how == "join":
+                self.tensors[action.targets[0]].join(action.rows, self.get(action.sources))
             else:
                 move_rows(self.get(action.targets), self.get(action.sources), action.rows, action.how)
 

@@ -77,6 +77,7 @@ class ProblemSizes:
     dtype: str
     comm_dtype: str | None
     rotate: str
+    reproducible: int | None
 
     def size(self) -> int:
         """The number of tokens of the sequence. Raises InvalidInput."""
@@ -84,7 +85,7 @@ class ProblemSizes:
 
     def sizes(self) -> dict[str, Any]:
         """The arguments of `PlanSizes`, which `make_plan` also takes."""
-        names = ("heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate")
+        names = ("heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate", "reproducible")
         return {name: getattr(self, name) for name in names}
 
     def queries(self) -> dict[str, Any]:
@@ -132,14 +133,14 @@ class RunConfig(ProblemSizes):
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
         check_choice("mode", self.mode, ("attention", "decode"))
         if self.mode == "decode":
-            unused = "tokens offload device backward repeat schedule comm_dtype rotate trace output.path"
+            unused = "tokens offload device backward repeat schedule comm_dtype rotate reproducible trace output.path"
             refuse(self, unused, "with mode=decode, which takes context= and new=")
         else:
             refuse(self, "context new merge windows", "without mode=decode")
         if self.offload is None:
             refuse(self, "device" if self.mode == "decode" else "chunk device", "without offload=host or offload=disk")
         else:  # one process computes chunk by chunk and sends nothing
-            rings = "transport ranks layout schedule machine comm_dtype rotate timeout"
+            rings = "transport ranks layout schedule machine comm_dtype rotate reproducible timeout"
             refuse(self, rings, f"with offload={self.offload}, one process without messages (chunk= sets its rows)")
         if self.input.name == "file":
             sizes = "tokens heads kv_heads head_dim batch dtype input.seed"
@@ -261,7 +262,7 @@ class SimulateConfig(TwoSides):
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
         models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
         faults = "slow slow_links stalls passes solver"
-        sizes = "pattern ranks shard kv_heads comm_dtype rotate backward seed q_tokens q_first"
+        sizes = "pattern ranks shard kv_heads comm_dtype rotate reproducible backward seed q_tokens q_first"
         if self.shard is not None:
             refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks (shard=null unsets it)")
         if self.model.spec is not None:

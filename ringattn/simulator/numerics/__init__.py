@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, Unsupported
 from ...plan.plan import Plan
 from ...text import did_you_mean
 from .checkpoint import Checkpoint
@@ -48,6 +48,8 @@ def numerics(
     if mode not in MODES:
         raise InvalidInput(f"mode={mode!r}: {did_you_mean(mode, MODES)}expected {' or '.join(MODES)}")
     check_seed(seed)
+    if plan.reproducible is not None:
+        raise Unsupported(f"reproducible={plan.reproducible}: the ledger counts works, not leaves; leave it out")
     source = make_source(plan, seed=seed, period=period)
     inputs = {"plan": plan.hash, "mode": mode, "seed": seed, "period": period}
     if mode == "all":

@@ -56,6 +56,8 @@ def make_ring_problem(rates: Rates, faults: Faults) -> RingProblem | str:
     plan = rates.plan
     if not plan.is_plain:
         return "queries have other positions than the keys, or the forward is pass-Q"
+    if plan.reproducible is not None:
+        return "nodes of gradients go straight to the owners of blocks"
     if plan.schedule != "ring":
         return f"the schedule {plan.schedule} is not a ring"
     band = find_band(plan)

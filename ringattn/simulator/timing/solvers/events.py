@@ -104,6 +104,8 @@ def find_fold(rates: Rates) -> Fold | str:
     """A smaller plan that represents this one, or the reason why there is none."""
     plan, machine = rates.plan, rates.machine
     mask_period = plan.pattern.period
+    if plan.reproducible is not None:
+        return "trees of leaves do not repeat from rank to rank"
     if plan.schedule not in ("ring", "direct"):
         return f"the schedule {plan.schedule} is neither ring nor direct"
     if not plan.is_plain or not isinstance(plan.layout, Contiguous) or plan.tokens % plan.ranks or plan.tokens == 0:

@@ -1,0 +1,241 @@
+"""A kernel that computes leaves and joins them in trees, so that bits do not depend on ranks; see `plan.leaves`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.leaves import ALIGNED, LeafPair, LeafVisit, Nodes, Tree
+from ..plan.row_sets import Ranges
+from ..plan.visit import Visit
+from ..plan.work import Work
+from .calls import Kernel
+from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .memory import as_dtype, empty_rows, wide, wide_zeros
+from .pad import HIDDEN, crop_to, with_column
+from .softmax import begin_sums, join, join_sinks
+
+#: The most query rows, or keys, times heads of the pairs of leaves that are one call.
+CALL_ROWS = 1 << 14
+
+
+class LeafCall(NamedTuple):
+    """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them."""
+
+    pairs: tuple[LeafPair, ...]
+    work: Work
+    #: The rows that see no key of their pair, bool [1 or H, rows]; None: all rows see one.
+    empty: Tensor | None
+
+
+class Leafwise(VisitKernel):
+    """Computes the pairs of leaves by the op of the kernel `inner`, always from aligned copies of whole leaves.
+
+    Bits of the op depend on the numbers and shapes of a call, but not on its place in memory or among other pairs.
+    """
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner, self.name = inner, inner.name
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return Leafwise, *self.inner.key
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.inner.check(q, k, v)
+
+    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
+        return self.inner.explain(*works, head_dim=head_dim)
+
+    def prepare(
+        self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
+    ) -> tuple[Sequence[Any], Any]:
+        """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
+        leaves: list[LeafVisit] = [visit.works for visit in visits]  # type: ignore[misc]
+        by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
+        return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
+
+    def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
+        return LeafPass(self.inner, call, q, block)
+
+
+def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[LeafCall]:
+    groups: dict[object, list[LeafPair]] = {}
+    for pair in pairs:
+        n, m = _padded(pair.q), _padded(pair.k)
+        mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
+        groups.setdefault((n, m, pair.causal, mask), []).append(pair)
+    for (n, m, causal, _), group in groups.items():  # type: ignore[misc]
+        work = Work(
+            range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
+        )
+        empty = None
+        if group[0].hidden is not None:
+            hidden = torch.from_numpy(group[0].hidden)
+            object.__setattr__(work, "hidden", hidden)
+            rows = hidden.all(-1)
+            empty = rows if bool(rows.any()) else None
+        most = max(CALL_ROWS // (max(n, m) * heads), 1)
+        yield from (LeafCall(tuple(group[first : first + most]), work, empty) for first in range(0, len(group), most))
+
+
+def _padded(rows: range) -> int:
+    return -(-len(rows) // ALIGNED) * ALIGNED
+
+
+def _gather(x: Tensor, runs: Sequence[range], count: int, fill: float = 0.0) -> Tensor:
+    """Rows of x [B, H, n, ...] for each run, [runs * B, H, count, ...]: a new tensor whose slices are all aligned."""
+    batch, heads, _, *width = x.shape
+    found = x.new_full((len(runs), batch, heads, count, *width), fill)
+    for target, run in zip(found, runs, strict=True):
+        target[:, :, : len(run)] = x[:, :, run.start : run.stop]
+    return found.flatten(0, 1)
+
+
+class LeafSums:
+    """The output of a rank's queries: trees of (out, lse) by leaf, and the rows of the leaves that are complete."""
+
+    def __init__(self, call: CallData, q: Tensor, width: int, out: Tensor | None) -> None:
+        self.out = empty_rows((*q.shape[:3], width), q.dtype, q.device) if out is None else out
+        self.lse = empty_rows(q.shape[:3], torch.float64, q.device)
+        begin_sums(self.out, self.lse)
+        self.trees: dict[int, Tree[Pair]] = {
+            leaf: Tree(seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()
+        }
+
+    def put(self, pair: LeafPair, node: Pair) -> None:
+        """Add the result of two leaves."""
+        tree = self.trees[pair.query]
+        tree.put(0, pair.key - pair.first, node)
+        if tree.root is not None:
+            for total, x in zip((self.out, self.lse), tree.root, strict=True):
+                total[:, :, pair.q.start : pair.q.stop] = x[:, :, : len(pair.q)]
+            del self.trees[pair.query]
+
+
+def _add(one: Tensors, other: Tensors) -> Tensors:
+    return tuple([x + y for x, y in zip(one, other, strict=True)])
+
+
+class LeafGrads:
+    """The gradients of some rows: trees by leaf, and the sums of the leaves that are complete, in fp32 or fp64."""
+
+    def __init__(self, of: Tensors) -> None:
+        self.totals = tuple(map(wide_zeros, of))
+        self.trees: dict[int, Tree[Tensors]] = {}
+
+    def put(self, leaf: int, rows: range, seen: Ranges, name: tuple[int, int], node: Tensors) -> None:
+        """Add a node (level, index) of a leaf, which has these rows and meets the leaves `seen`."""
+        if leaf not in self.trees:
+            self.trees[leaf] = Tree(seen, _add)
+        tree = self.trees[leaf]
+        tree.put(*name, node)
+        if tree.root is not None:
+            for total, x in zip(self.totals, tree.root, strict=True):
+                # Sums begin with a zero, so that its sign does not depend on what was added.
+                total[:, :, rows.start : rows.stop] += crop_to(x[:, :, : len(rows)], total.shape[-1])
+            del self.trees[leaf]
+
+    def finish(self) -> Tensors:
+        assert not self.trees, "a node is missing"
+        return self.totals
+
+
+class BlockGrads(LeafGrads):
+    """The gradients of a rank's own block, to which other ranks send nodes."""
+
+    def join(self, nodes: Nodes, tensors: Tensors) -> None:
+        """Add nodes that have arrived; the tensors hold their rows, one node after another."""
+        first = 0
+        for leaf, level, index in nodes.names:
+            rows, seen = nodes.by_leaf[leaf]
+            part = tuple([x[:, :, first : first + len(rows)].clone() for x in tensors])
+            self.put(leaf, rows, seen, (level, index), part)
+            first += len(rows)
+
+
+class LeafPass(KernelPass):
+    """One pass of a kernel of leaves."""
+
+    def __init__(self, kernel: Kernel, call: CallData, q: Tensor, block: Tensors) -> None:
+        self.kernel, self.call, self.q, self.block = kernel, call, q, block
+        self._own: Tensors = ()
+
+    def new_sums(self, out: Tensor | None) -> LeafSums:
+        return LeafSums(self.call, self.q, self.block[1].shape[-1], out)
+
+    def finish(self, sums: LeafSums) -> Pair:
+        assert not sums.trees, "a leaf of keys is missing"
+        if self.call.sinks is None:
+            return sums.out, as_dtype(sums.lse, wide(self.q.dtype))
+        out, lse = join_sinks(sums.out, sums.lse, self.call.sinks)
+        return sums.out.copy_(out), as_dtype(lse, wide(self.q.dtype))
+
+    def new_grads(self) -> LeafGrads:
+        return LeafGrads((self.q,))
+
+    def finish_grads(self, grads: LeafGrads) -> Tensors:
+        return grads.finish()
+
+    def new_travel(self, block: Tensors) -> Tensors:
+        return (BlockGrads(block),) * len(block)  # type: ignore[return-value]  # takes the place of each tensor
+
+    def finish_travel(self, travel: Tensors) -> Tensors:
+        return travel[0].finish()  # type: ignore[attr-defined, no-any-return]
+
+    def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
+        for call in visit.table:
+            n, m = len(call.work.q), call.work.keys
+            query = _gather(q, [pair.q for pair in call.pairs], n)
+            k, v = (_gather(x, [pair.k for pair in call.pairs], m) for x in block)
+            out, lse = self.kernel.forward(query, k, v, call.work, self.call.scale)
+            out, lse = as_dtype(out, wide(q.dtype)), lse.double()
+            if call.empty is not None:
+                out = out.masked_fill(call.empty.unsqueeze(-1), 0.0)
+                lse = lse.masked_fill(call.empty, -torch.inf)
+            for pair, *node in zip(call.pairs, out.split(len(q)), lse.split(len(q)), strict=True):
+                sums.put(pair, tuple(node))
+
+    def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
+        leaves: LeafVisit = visit.works  # type: ignore[assignment]
+        (k, v), has_lse, batch = block, rows.grad_lse is not None, len(rows.q)
+        if not self._own:
+            grad, out = rows.grad, rows.out
+            assert out is not None
+            if rows.grad_lse is not None:
+                out, grad = with_column(out, 0.0), with_column(grad, rows.grad_lse.to(grad.dtype))
+            self._own = grad, rows.q, out
+        v = with_column(v, 1.0) if has_lse else v
+        columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.by_key.items()}
+        for call in visit.table:
+            n, m, runs = len(call.work.q), call.work.keys, [pair.q for pair in call.pairs]
+            of_query = (_gather(x, runs, n) for x in self._own)
+            lse = _gather(rows.lse, runs, n, HIDDEN)
+            of_key = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v))
+            lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
+            (grad, query, out), (keys, values) = of_query, of_key
+            found = self.kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
+            parts = (as_dtype(x, wide(x.dtype)).split(batch) for x in found)
+            for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
+                stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
+                columns[pair.key].put(0, pair.query - pair.first, (dk, dv))
+        self._send(leaves, columns, travel)
+
+    def _send(self, leaves: LeafVisit, columns: dict[int, Tree[Tensors]], travel: Tensors) -> None:
+        """Give the nodes of a visit to this rank's own block, or write them where they travel."""
+        rows, widths = {pair.key: pair.k for pair in leaves.pairs}, [x.shape[-1] for x in self.block]
+        found = {
+            (leaf, *name): tuple([crop_to(x[:, :, : len(rows[leaf])], w) for x, w in zip(node, widths, strict=True)])
+            for leaf, tree in columns.items()
+            for name, node in tree.nodes.items()
+        }
+        if leaves.nodes is None:
+            for (leaf, *name), node in found.items():
+                travel[0].put(leaf, rows[leaf], leaves.by_key[leaf], tuple(name), node)  # type: ignore[attr-defined]
+            return
+        assert {*found} == {*leaves.nodes.names}, "the plan names all nodes"
+        for total, *parts in zip(travel, *map(found.__getitem__, leaves.nodes.names), strict=True):
+            torch.cat(parts, 2, out=total)
