@@ -213,12 +213,12 @@ class LayerCosts:
         """
         model = self.model
         router = self._matmul(model.experts, model.hidden, layer=False) if model.experts > 1 else 0.0
-        wide, tp = 2 if model.gated else 1, self.parallel.tp
-        experts = self._experts(wide * model.mlp / tp, model.hidden) + self.down + router
+        parts, tp = 2 if model.gated else 1, self.parallel.tp
+        experts = self._experts(parts * model.mlp / tp, model.hidden) + self.down + router
         if not model.dense:
             return experts
-        sizes = ((wide * model.dense_mlp / tp, model.hidden), (model.hidden, model.dense_mlp / tp))
-        dense = sum(self._matmul(*one, stored=model.mlp_item) for one in sizes)
+        sizes = ((parts * model.dense_mlp / tp, model.hidden), (model.hidden, model.dense_mlp / tp))
+        dense = sum(self._matmul(wide, inner, stored=model.mlp_item) for wide, inner in sizes)
         return experts + (dense - experts) * model.dense / model.layers
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import ringattn as ra
+from ringattn.kernels.expand import CHUNK_BYTES
 from ringattn.lab.advise.search import least_attention_of_layers
 from ringattn.lab.models.attention import FORMS, attention_flops, attention_of_layers, latent_sizes
 from ringattn.lab.models.config import load_model
@@ -40,16 +41,14 @@ def test_each_visit_expands_the_rows_that_it_needs(schedule: str) -> None:
 
 
 def test_what_is_no_product_of_a_latent_costs_nothing() -> None:
-    plain = {"tokens": 64, "ranks": 2, "heads": 4, "head_dim": 24, "value_dim": 10}
-    absorbed = {"kv_heads": 1, "head_dim": 24, "value_dim": 16, "block": ((1, 16), (1, 8))}
-    quantized = {"block": ((4, 24, "int8"), (4, 10, "int8"), (4, 1))}
+    plain: dict[str, Any] = {"tokens": 64, "ranks": 2, "heads": 4, "head_dim": 24, "value_dim": 10}
+    absorbed: dict[str, Any] = {"kv_heads": 1, "head_dim": 24, "value_dim": 16, "block": ((1, 16), (1, 8))}
+    quantized: dict[str, Any] = {"block": ((4, 24, "int8"), (4, 10, "int8"), (4, 1))}
     for more in ({}, absorbed, quantized, {"value_dim": 24, "block": ((4, 24),)}):
         assert ra.make_plan("Causal()", **{**plain, **more}).expand_flops == 0
     long = {**LATENT, "tokens": 1 << 22, "ranks": 2, "schedule": "ring"}
     plan = ra.make_plan("Causal()", **long)
     assert memory(plan)["expanded rows"] == EXPANDED and memory(plan, backward=True)["expanded rows"] == 3 * EXPANDED
-    from ringattn.kernels.expand import CHUNK_BYTES
-
     assert EXPANDED == CHUNK_BYTES
 
 
