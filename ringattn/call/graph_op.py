@@ -91,7 +91,7 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     """Call the `compilable` function `name`, given as "module:function", as one operator, and return its result."""
     k, v, pattern = arguments["k"], arguments.get("v"), arguments.get("pattern")
-    if isinstance(k, Rows):
+    if isinstance(k, Rows) and "pattern" in arguments:
         k, v, pattern = read_arguments(k, v, pattern)
         arguments = {**arguments, "pattern": pattern}
     q, k, v = cast_inputs(arguments["q"], k, v)

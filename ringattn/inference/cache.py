@@ -17,6 +17,7 @@ from ..call.arguments import cast_inputs, check_option_names, computing
 from ..call.compile import CompiledCall, compile_call
 from ..call.functional import find_ranks, ring_attention, run_programs, virtual_attention
 from ..call.handshake import LIMIT
+from ..call.rows import Rows
 from ..dtypes import check_type
 from ..errors import InvalidInput, Mismatch, Unsupported
 from ..kernels.base import as_dtype, wide
@@ -38,7 +39,7 @@ from . import MERGES, WINDOWS, merge_seconds
 from .holdings import Holdings, split
 from .partials import RowGroups, as_bytes, attend, exchange, merge_ranks
 from .slots import SlottedPattern, add_tokens, crop_tokens, find_slot
-from .store import SHARED_ROWS, LayerStore
+from .store import SHARED_ROWS, LayerStore, of_both
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -259,14 +260,15 @@ class KVCache:
     # What is collective.
 
     def prefill(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None,
+        self, layer: int, q: Tensor, k: Tensor | Rows, v: Tensor | None = None, *, sinks: Tensor | None = None,
         **options: Unpack[AttentionKeywords],
     ) -> Tensor:  # fmt: skip
         """Attention of a prompt chunk: out [B, H, n, Dv] of the local rows. Collective.
 
         q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the rows that `shard` gave this rank, after rotary
-        embeddings. `sinks`, `options` and errors are those of `ring_attention`. If the cache or the chunk of a rank
-        differs, every rank raises Mismatch.
+        embeddings. Without v, the keys are the values, too, and are held once. Rows of one tensor in place of k are
+        held as they are, such as latents, and expanded at the visits. `sinks`, `options` and errors are those of
+        `ring_attention`. If the cache or the chunk of a rank differs, every rank raises Mismatch.
         """
         opens = self._event is None
         with self._refusing("prefill", layer, options.get("check")):
@@ -279,16 +281,19 @@ class KVCache:
             if padding is not None and len(padding) != q.shape[0]:
                 raise InvalidInput(f"padding has {plural(len(padding), 'row')}, and q a batch of {q.shape[0]}")
             self._check_event("prefill", layer)
+        rows = k if isinstance(k, Rows) else None
+        if isinstance(k, Rows):
+            k = v = k.tensors[0]
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         event.todo.remove(layer)
         with self._report("prefill", deferred=True):
             own: list[tuple[Tensor, ...]] = [(k, v)]
             if self._ring is None:
                 assert event.layout is not None
-                own = [tuple(event.layout.shard_tensor(x, rank) for x in (k, v)) for rank in self._ranks]
+                own = [of_both(partial(event.layout.shard_tensor, rank=rank), k, v) for rank in self._ranks]
             shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
-        out = self._attend(event, pattern, q, keys, sinks, options)
+        out = self._attend(event, pattern, q, keys, rows, sinks, options)
         with self._report("prefill", deferred=True), computing(call.device):
             run_programs([self._share(event, rank, layer, *x) for rank, x in shards], self.transport)
         return self._end(out)
@@ -301,16 +306,19 @@ class KVCache:
             own = holdings.part(rank, held[0].shape[2] if held else 0)
             parts = [x[:, :, own.start : own.stop].to(k.dtype) for x in held]
             return tuple(torch.cat(pair, 2) for pair in zip(parts, (k, v), strict=True)) if held else (k, v)
-        store.append(self._rounded(k), self._rounded(v))
+        store.append(*of_both(self._rounded, k, v))
         if not event.new.start:
             return k, v
         return tuple(as_dtype(x, k.dtype) for x in store.whole()) or (k, v)
 
     def _attend(
-        self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], sinks: Tensor | None,
-        options: Any,
+        self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], rows: Rows | None,
+        sinks: Tensor | None, options: Any,
     ) -> Any:  # fmt: skip
-        """Attention of a chunk's queries to `keys`, which has an entry for each rank of this process."""
+        """Attention of a chunk's queries to `keys`, which has an entry for each rank of this process.
+
+        They are tensors in place of those of `rows`, if these are given.
+        """
         layouts: dict[str, Any] = {"layout": event.layout}
         if event.new.start:
             assert event.layout is not None
@@ -318,21 +326,24 @@ class KVCache:
         view, options = self._slotted[pattern].view(self._shifts), {**options, "sinks": sinks, **layouts}
         if self._ring is not None:
             k, v = keys[0]
-            return ring_attention(q, k, v, view, transport=self._ring, **options)
-        k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
-        return virtual_attention(q, k, v, view, ranks=self.transport.size, **options)
+        else:
+            k, v = (layouts["layout"].unshard_tensor(shards) for shards in zip(*keys, strict=True))
+        block: tuple[Any, Any] = (k, v) if rows is None else (rows.replaced((k,), rows.weights), None)
+        if self._ring is not None:
+            return ring_attention(q, *block, view, transport=self._ring, **options)
+        return virtual_attention(q, *block, view, ranks=self.transport.size, **options)
 
     def step(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, return_lse: bool = False,
-        note: str = "", **options: Unpack[AttentionKeywords],
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, sinks: Tensor | None = None,
+        return_lse: bool = False, note: str = "", **options: Unpack[AttentionKeywords],
     ) -> Any:  # fmt: skip
         """Add T >= 1 new tokens; returns their attention, out [B, H, T, Dv], with equal bits on all ranks. Collective.
 
         All ranks hold the new tokens: q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] are equal on all ranks, after
-        rotary embeddings. `sinks` [H] are those of `ring_attention`. `options` are kernel, scale, softcap,
-        deterministic, machine and check of `ring_attention`. With `return_lse` returns (out, lse [B, H, T]). `note` is
-        a text that must be equal on all ranks, such as a digest of the tokens; ranks compare the `note` given with the
-        first layer.
+        rotary embeddings; without v, the keys are the values, too. `sinks` [H] are those of `ring_attention`. `options`
+        are kernel, scale, softcap, deterministic, machine and check of `ring_attention`. With `return_lse` returns
+        (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as a digest of the tokens; ranks
+        compare the `note` given with the first layer.
 
         If the caches or steps of the ranks differ, every rank raises Mismatch. Raises CommFailure if a rank has ended,
         InvalidInput and Unsupported. After an error in the checks of a call, call the layer again. In later layers
@@ -350,7 +361,7 @@ class KVCache:
         with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
             merge, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
-            new = self._rounded(k), self._rounded(v)
+            new = of_both(self._rounded, k, v)
             programs = [self._step(event, rank, layer, q, new, groups, merge, call) for rank in self._ranks]
             out, lse = run_programs(programs, self.transport)[0]
             if sinks is not None:
@@ -380,7 +391,7 @@ class KVCache:
         for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
             for run in shard:
                 first, stop = run.start - event.new.start, run.stop - event.new.start
-                store.append(*[x[:, :, first:stop] for x in new])
+                store.append(*of_both(lambda x, first=first, stop=stop: x[:, :, first:stop], *new))  # type: ignore[misc]
         out, lse = attend(q, event.new, store, holdings, rank, groups, call)
         if not holdings.copies:
             tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
@@ -402,7 +413,7 @@ class KVCache:
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         if holdings.copies and holdings.needed is not None:
             width, local = k.shape[3], [split(shard, holdings.needed)[1] for shard in event.shards]
-            rows = torch.cat((self._rounded(k), self._rounded(v)), 3)
+            rows = self._rounded(k) if v is k else torch.cat((self._rounded(k), self._rounded(v)), 3)
             mine = rows[:, :, [row for run in local[rank] for row in run]]
             counts = [sum(map(len, runs)) for runs in local]
             inbox = [
@@ -412,7 +423,7 @@ class KVCache:
             label, size = f"prefill of layer {layer}, rows of its window", self.transport.size
             yield from exchange(rank, [as_bytes(mine)] * size, [*map(as_bytes, inbox)], tags.of(0), label)
             for x in inbox:
-                store.append(x[..., :width], x[..., width:])
+                store.append(*((x, x) if v is k else (x[..., :width], x[..., width:])))
         store.trim(holdings.kept, rank)
 
     def _rounded(self, x: Tensor) -> Tensor:
@@ -421,14 +432,21 @@ class KVCache:
     # Events.
 
     def _read(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, CompiledCall]:
-        """The tensors and their `CompiledCall`. Raises InvalidInput if they do not fit this cache."""
+        self, layer: int, q: Tensor, k: Any, v: Tensor | None, sinks: Tensor | None, options: Any
+    ) -> tuple[Tensor, Any, Any, CompiledCall]:
+        """The tensors and their `CompiledCall`; v is k if it was not given, and None for Rows.
+
+        Raises InvalidInput if they do not fit this cache.
+        """
         if not 0 <= layer < len(self.patterns):
             raise InvalidInput(
                 f"layer={layer}: the cache has {plural(len(self.patterns), 'layer')}, which count from 0"
             )
+        once = v is None
+        if isinstance(k, Rows) and len(k.tensors) != 1:
+            raise InvalidInput(f"a cache holds Rows of one tensor, got {len(k.tensors)}; join them by torch.cat")
         q, k, v = cast_inputs(q, k, v)
+        v = k if once and not isinstance(k, Rows) else v
         call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
         call.kernel.single()
         if call.requires_grad:
@@ -445,16 +463,17 @@ class KVCache:
                 "crop(-length)"
             )
         if held := self._stores[0][layer].like:
-            new, old = ([(*x.shape[1::2], x.dtype, x.device.type) for x in pair] for pair in ((k, v), held))
+            given = (k.tensors * 2) if isinstance(k, Rows) else (k, v)
+            new, old = ([(*x.shape[1::2], x.dtype, x.device.type) for x in pair] for pair in (given, held))
             new = [(heads, dim, self.dtype or dtype, device) for heads, dim, dtype, device in new]
             if new != old:
                 raise InvalidInput(
                     f"k and v have (heads, dim, dtype, device) {new}, the cache holds {old}; KVCache(dtype=...) stores "
                     "all in one dtype"
                 )
-        if self.dtype is not None:
-            k, v = (as_dtype(as_dtype(x, self.dtype), q.dtype) for x in (k, v))
-        return q, k, v, call
+        if isinstance(k, Rows):
+            return q, k.replaced([as_dtype(self._rounded(x), q.dtype) for x in k.tensors], k.weights), None, call
+        return q, *of_both(lambda x: as_dtype(self._rounded(x), q.dtype), k, v), call
 
     def _begin(self, kind: str, call: CompiledCall, note: str) -> NewTokens:
         """Begin a chunk or a step, after all ranks have agreed on it. Collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,16 @@ from .holdings import Kept
 SHARED_ROWS = 256
 
 
+def of_both(function: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(function(k), function(v)); one tensor twice if the keys are the values, too, so that v is k."""
+    first = function(k)
+    return first, first if v is k else function(v)
+
+
 class Block:
     """Keys [R, K, capacity, D] and values [R, K, capacity, Dv] of a cache; the first `count` of `capacity` are in use.
+
+    There is one tensor if the keys are the values, too.
 
     Rows of the batch can share memory: row i of the batch has the keys at index `of[i]`, 0 <= `of[i]` < R. If `of` is
     None, the rows of the batch are the R rows in order.
@@ -78,11 +86,15 @@ class Block:
         If `rows` is None and no rows share memory, a single pair (None, tensors) stands for the whole batch.
         """
         if rows is None and self.of is None:
-            yield None, self.tensors
+            yield None, _pair(self.tensors)
             return
         for row in range(count) if rows is None else rows:
             at = row if self.of is None else self.of[row]
-            yield slice(row, row + 1), tuple(x[at : at + 1] for x in self.tensors)
+            yield slice(row, row + 1), _pair(tuple(x[at : at + 1] for x in self.tensors))
+
+
+def _pair(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors * 2 if len(tensors) == 1 else tensors
 
 
 class LayerStore:
@@ -93,9 +105,9 @@ class LayerStore:
         self.blocks = [Block()]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add rows of k [B, K, n, D] and v [B, K, n, Dv]."""
+        """Add rows of k [B, K, n, D] and v [B, K, n, Dv]; v may be k, which is then kept once."""
         if k.shape[2]:
-            self.blocks[-1].append((k, v), self.page)
+            self.blocks[-1].append((k,) if v is k else (k, v), self.page)
 
     def trim(self, kept: Kept | None, rank: int) -> None:
         """Keep only the rows that `Holdings.keep` returned for this rank; with None, keep all."""
@@ -118,7 +130,7 @@ class LayerStore:
     @property
     def like(self) -> tuple[Tensor, ...]:
         """Keys and values of any block that has rows, as a template of their shape; () if there is none."""
-        return next((block.tensors for block in self.blocks if block.count), ())
+        return next((_pair(block.tensors) for block in self.blocks if block.count), ())
 
     @property
     def nbytes(self) -> int:
@@ -135,4 +147,4 @@ class LayerStore:
             for block in self.blocks
             if block.count
         ]
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(xs, 2) for xs in zip(*parts, strict=True))
+        return _pair(parts[0] if len(parts) == 1 else tuple(torch.cat(xs, 2) for xs in zip(*parts, strict=True)))

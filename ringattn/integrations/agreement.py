@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Mismatch, Unsupported
@@ -21,7 +21,7 @@ from ..train import NO_LABEL
 from ..transport.records import ErrorReport, exchange_values
 from .batches import POSITIONS, cut_batch, shard_batch
 from .encoder_decoder import CROSS, find_tables
-from .generation import STATE, layer_windows
+from .generation import STATE, chooses_keys, layer_windows
 from .heads import FOREIGN
 from .hybrids import each_row_alone
 from .ranks import gather_logits
@@ -142,7 +142,17 @@ def _attend_rows(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _mask_rows(
+    *, batch_size: int, q_length: int, kv_length: int, config: Any = None, device: Any = None, **others: Any
+) -> Tensor | None:
+    """A mask for indexers, which need one; None for other models, as if there was no function of this name."""
+    if config is None or not chooses_keys(config):
+        return None
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+
+
 AttentionInterface.register(ROWS, _attend_rows)
+AttentionMaskInterface.register(ROWS, _mask_rows)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from ..call.functional import get_transport
+from ..call.rows import Rows
 from ..errors import InvalidInput, Unsupported
 from ..inference.cache import STEP_OPTIONS, KVCache
 from ..layout.regular import make_layout
@@ -59,6 +60,11 @@ def _give_cache(model: nn.Module, kwargs: dict[str, Any], past: Any) -> dict[str
 def has_chunks(model: Any) -> bool:
     """Whether layers of the model attend within chunks of the sequence."""
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def chooses_keys(config: Any) -> bool:
+    """Whether layers of a model attend to keys that an indexer of theirs chooses."""
+    return "indexed_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def layer_windows(model: PreTrainedModel) -> dict[int, int | None]:
@@ -107,6 +113,10 @@ class RingCache(Cache):  # type: ignore[misc]
         if has_chunks(model) or getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
             raise Unsupported(
                 "generate: attention in chunks or scaled by position is not supported; call unparallelize(model) first"
+            )
+        if chooses_keys(model.config):
+            raise Unsupported(
+                "generate: keys chosen by content are not supported in a sharded cache; call unparallelize(model) first"
             )
         self.windows = layer_windows(model)
         self.places = {layer: place for place, layer in enumerate(self.windows)}
@@ -251,7 +261,7 @@ class Generation:
     attended: set[int] = field(default_factory=set)
 
     def attend(
-        self, module: nn.Module, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Any
+        self, module: nn.Module, window: int | None, q: Tensor, k: Any, v: Any, sinks: Tensor | None, options: Any
     ) -> Tensor:
         """Attention of one layer with the cache: out [B, H, n, Dv].
 
@@ -271,7 +281,14 @@ class Generation:
         if self.note is None:
             return cache.prefill(place, q, k, v, sinks=sinks, **options)
         options = {name: options[name] for name in STEP_OPTIONS if name in options}
-        return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
+        if not isinstance(k, Rows):
+            return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
+        # Queries and results go through the matrices of the projection, so that no cached row is expanded.
+        assert k.expand is not None
+        (rows,) = k.tensors
+        every = torch.eye(rows.shape[3], dtype=q.dtype, device=q.device)[None, None]
+        of_keys, of_values = k.expand(every, *k.weights)
+        return cast(Tensor, cache.step(place, q @ of_keys.mT, rows, sinks=sinks, note=self.note, **options) @ of_values)
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
         """End the call; returns `result` with the logits of the positions that the caller asked for. Collective.

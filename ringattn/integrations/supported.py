@@ -26,6 +26,7 @@ from ..errors import InvalidInput, Unsupported
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 from .hybrids import mixing_functions, unknown_functions
+from .latents import choosing_layers
 
 #: The attribute of attention modules where `tell_positions` stores the positions of a call.
 PLACES = "_ringattn_positions"
@@ -78,6 +79,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
     mixes, unknown = any(map(mixing_functions, model.modules())), unknown_functions(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES) - set(RECURRENT_TYPES if mixes else ())
+    kinds -= {"indexed_attention"} if choosing_layers(model) else set()
     attends = bool(kinds) or not set(getattr(config, "layer_types", None) or "?") <= set(RECURRENT_TYPES[:3])
     reads = (model if field is None else model.base_model).forward
     places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..call.arguments import AttentionOptions, check_option_names
 from ..call.autograd import compilable
 from ..call.functional import get_transport, ring_attention
+from ..call.rows import Rows
 from ..dtypes import dtype_name
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import Layout
@@ -59,6 +60,7 @@ from .encoder_decoder import CROSS, attend_across
 from .generation import CACHES, STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
 from .hybrids import enter_call, leave_call, take_layers
+from .latents import take_latents
 from .ranks import gather_logits
 from .routers import balance_routers, has_routers, take_routers
 from .supported import (
@@ -251,6 +253,7 @@ def parallelize(
         if pooling is not None:
             model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
             model.base_model.register_forward_hook(leave_base)
+    take_latents(model)
     for module in model.modules():
         setattr(module, STATE, ring)
     _copy_config(wrapper, model.config)
@@ -316,8 +319,8 @@ def unparallelize(model: PreTrainedModel) -> PreTrainedModel:
 def _attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Rows,
+    value: Tensor | None,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -325,13 +328,15 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """(out [B, n, H, Dv], None) of query [B, H, n, D], key [B, K, n, D] and value [B, K, n, Dv], the rows of this rank.
 
-    transformers passes these arguments to attention functions. Raises Unsupported for any of `others` that is not None,
+    transformers passes these arguments to attention functions; a layer that attends through latents passes (Rows, None)
+    for key and value, see `take_latents`. Raises Unsupported for any of `others` that is not None,
     False or in `UNREAD`.
     """
     ring = cast("_Ring | None", getattr(module, STATE, None))
@@ -343,6 +348,8 @@ def _attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     query = scale_by_position(module, query)
     name, window, mask, chunked = type(module).__name__, sliding_window, attention_mask, False
+    if not hasattr(module, "indexer"):
+        others["indices"], indices = indices, None
     given = (word for word, x in others.items() if x is not None and x is not False)
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
@@ -368,8 +375,9 @@ def _attend(
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
         out = generation.attend(module, window, query, key, value, s_aux, options)
     else:
+        chosen = None if indices is None else indices.unsqueeze(1)
         out = _attend_ring(
-            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, unknown, window, causal,
+            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, chosen, unknown, window, causal,
             getattr(module, CROSS, False), chunked, scale=scaling, softcap=softcap, dropout=dropout,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
@@ -377,8 +385,8 @@ def _attend(
 
 @compilable
 def _attend_ring(
-    ring: _Ring, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    borders: Tensor | None, sinks: Tensor | None, unknown: str, window: int | None,
+    ring: _Ring, name: str, q: Tensor, k: Tensor | Rows, v: Tensor | None, mask: Tensor | None,
+    borders: Tensor | None, sinks: Tensor | None, chosen: Tensor | None, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
 ) -> Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. Borders stay a tensor, so that a compiled graph takes new ones.
@@ -392,8 +400,9 @@ def _attend_ring(
             raise Unsupported(
                 f"{name} gives its attention {unknown} which ringattn does not know; shard the batch instead"
             )
-        if q.shape[2] != k.shape[2] and not crosses:
-            sizes = f"{q.shape[2]} queries, {k.shape[2]} keys"
+        keys = (k.tensors[0] if isinstance(k, Rows) else k).shape[2]
+        if q.shape[2] != keys and not crosses:
+            sizes = f"{q.shape[2]} queries, {keys} keys"
             raise Unsupported(f"a cache of earlier tokens is not supported: {sizes}; pass use_cache=False")
         if borders is None and ring.call.borders is not None:
             raise Unsupported(
@@ -409,10 +418,11 @@ def _attend_ring(
             pattern = pattern & documents
         if isinstance(layout, LayerMasks):
             layout = "zigzag" if borders is None else layout.cut(borders, dist.get_world_size(group))
-        padding = None if mask is None else ~mask.to(device=k.device, dtype=torch.bool)
+        padding = None if mask is None else ~mask.to(device=q.device, dtype=torch.bool)
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
-        key_padding_mask=padding, sinks=sinks, **cast("AttentionKeywords", {**ring.options.keywords(), **options}),
+        key_padding_mask=padding, sinks=sinks, chosen=chosen,
+        **cast("AttentionKeywords", {**ring.options.keywords(), **options}),
     )  # fmt: skip
 
 

@@ -71,18 +71,19 @@ FINE = 1e-6
 SIZES: tuple[tuple[Any, str], ...] = (
     (CLASSES, "vocab_size entity_vocab_size pronunciation_vocab_size shape_vocab_size vocab_size_per_layer_input"),
     (32, "hidden_size d_model n_embd dim embedding_size emb_dim moe_intermediate_size word_embed_proj_dim d_embed"),
-    (32, "shared_expert_intermediate_size dense_intermediate_size"),
+    (32, "shared_expert_intermediate_size dense_intermediate_size expert_ffn_hidden_size"),
     (64, "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_inner hidden_dim"),
     (2, "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_key_value_heads"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk top_k_experts top_k moe_top_k moe_k num_hidden_groups"),
     (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
-    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num index_kpool"),
     (8, "head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim kv_channels global_head_dim"),
     (8, "hidden_size_per_layer_input rotary_dim linear_key_head_dim linear_value_head_dim state_size mamba_d_state"),
-    (8, "ssm_state_size mamba_head_dim time_step_rank mamba_dt_rank n_mamba_heads_"),
+    (8, "index_topk ssm_state_size mamba_head_dim time_step_rank mamba_dt_rank n_mamba_heads_"),
     (2, "linear_num_key_heads expand mamba_expand n_groups mamba_n_groups mamba_ngroups"),
     (4, "linear_num_value_heads conv_kernel mamba_d_conv linear_conv_kernel_dim"),
     (16, "kv_lora_rank q_lora_rank index_head_dim laurel_rank entity_emb_size pronunciation_embed_dim shape_embed_dim"),
+    (16, "index_n_heads"),  # with few, whole scores are 0 and tie
     (1, "n_group topk_group max_window_layers first_k_dense_replace n_shared_experts"),
     (256, "max_position_embeddings n_positions n_ctx max_seq_len"),
     (9, "sliding_window"),
@@ -107,7 +108,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"attn_pdrop": 0, "resid_pdrop": 0},
     {"attention_types": [[["global", "local"], 1]], "window_size": 9},
 )
-#: What the hybrid models of a type need besides: layers of both kinds, and states that are small.
+#: What the hybrid models of a type need besides: layers of both kinds, and states that are small. Models that choose
+#: keys choose them in one layer for both.
 _BOTH = {"layer_types": ["linear_attention", "full_attention"]}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _MIXED = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_hidden_layers": 3}
@@ -127,6 +129,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
+    **{kind: {"indexer_types": ["full", "shared"]} for kind in ("glm_moe_dsa", "hy_v4")},
+    "mistral_large4_text": {"indexer_types": ["full", "shared"], "no_rope_layers": [1, 0]},
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "num_experts": 4, "n_routed_experts": 4},
 }
 #: Fields of configurations whose values are sizes, or of training and loading alone, by parts of their names.
