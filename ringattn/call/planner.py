@@ -81,20 +81,10 @@ def make_plan(
     `machine` (a Machine, "cpu" or "cuda"; default "cpu"); `plan.choice` shows what was compared, and the reason for the
     choice. Raises InvalidInput.
     """
+    sizes: Any = (heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate, block, reproducible)
     return find_plan(
         as_pattern(pattern),
-        PlanSizes(
-            heads,
-            kv_heads,
-            head_dim,
-            value_dim,
-            dtype,
-            batch,
-            comm_dtype,
-            rotate,
-            block,
-            reproducible,  # type: ignore[arg-type]
-        ),
+        PlanSizes(*sizes),
         tokens=tokens,
         ranks=ranks,
         layout=round_layout(layout, reproducible),

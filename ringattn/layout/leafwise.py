@@ -29,7 +29,7 @@ def find_borders(pattern: Pattern | None, tokens: int, length: int) -> tuple[int
 
 
 @dataclass(frozen=True)
-class Leafwise(Layout):
+class LeafBorders(Layout):
     """A layout that gives whole leaves to ranks, as `inner`, a layout of leaves, says.
 
     Leaf number i has the positions borders[i] .. borders[i + 1] - 1, at most `length`.
@@ -93,4 +93,4 @@ def make_leafwise(name: str, tokens: int, pattern: Pattern | None, make: Callabl
     inner, length = read_leafwise(name)
     borders = find_borders(pattern, tokens, length)
     of_leaves = make(inner, len(borders) - 1)
-    return Leafwise(tokens, of_leaves.ranks, of_leaves, length, borders)
+    return LeafBorders(tokens, of_leaves.ranks, of_leaves, length, borders)

@@ -124,7 +124,12 @@ def make_executed_plan(point: Point) -> Plan:
     if point.has_auto:  # let auto choose for the point's sizes, not for the executed sizes
         plan = plan_from_config(config, machine)
         resolved = {"layout": plan.layout.name, "schedule": plan.schedule}
-    sizes = {"heads": options.heads, "kv_heads": options.heads, "head_dim": options.head_dim, "batch": 1}
+    sizes: dict[str, Any] = {
+        "heads": options.heads,
+        "kv_heads": options.heads,
+        "head_dim": options.head_dim,
+        "batch": 1,
+    }
     sizes |= {"value_dim": None, "block": None}
     return plan_from_config(config, machine, **sizes, dtype="float64", comm_dtype=None, **resolved)
 
