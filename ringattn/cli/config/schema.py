@@ -268,9 +268,10 @@ class SimulateConfig(TwoSides):
         if self.model.spec is not None:
             self._check_model(f"{sizes} {faults}")
             return
+        matmul = "machine.matmul " * (self.block is None)  # rows of a block are expanded by a product
         refuse(
             self,
-            f"{models} machine.peak machine.matmul machine.matmul_fp8 machine.host_bandwidth model",
+            f"{models} {matmul}machine.peak machine.matmul_fp8 machine.host_bandwidth model",
             "without a model, such as model=llama3_8b",
         )
         if self.mode != "timing":
