@@ -664,6 +664,48 @@ def draw_masks() -> Iterator[tuple[str, str]]:
         )
 
 
+def draw_tree() -> str:
+    """The tree of one leaf of keys over the leaves of queries that see it, coloured by the rank that has a node."""
+    leaves, ranks, unit, left, high = 8, 3, 66, 90, 50
+    plan = ra.make_plan(
+        "Causal()", tokens=64 * leaves, ranks=ranks, schedule="direct", reproducible=64
+    )
+    owner = {leaf: rank for rank in range(ranks) for leaf, _ in plan.leaves.local(rank)}
+    nodes = {(0, leaf): {owner[leaf]} for leaf in range(leaves)}
+    for level in range(1, 4):
+        for i in range(leaves >> level):
+            nodes[level, i] = nodes[level - 1, 2 * i] | nodes[level - 1, 2 * i + 1]
+
+    def place(level: int, i: int) -> tuple[float, float]:
+        return left + unit * ((2 * i + 1) * 2**level / 2 - 0.5), 260 - high * level
+
+    sent = {
+        (level, i)
+        for rank in range(1, ranks)
+        for _, level, i in plan.leaves.nodes(rank, 0).names[:3]
+    }
+    body = [text(24, 28, "dk and dv of leaf 0: nodes of three ranks", 17, anchor="start")]
+    for level, i in nodes:
+        x, y = place(level, i)
+        if level < 3:
+            to_x, to_y = place(level + 1, i // 2)
+            body.append(f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
+    for (level, i), held in nodes.items():
+        x, y = place(level, i)
+        color = RANK_COLORS[min(held)] if len(held) == 1 else "#57606a"
+        ring = ' stroke="#24292f" stroke-width="3"' if (level, i) in sent else ""
+        body.append(f'<circle cx="{x:g}" cy="{y:g}" r="11" fill="{color}"{ring}/>')
+    for leaf in range(leaves):
+        body.append(text(place(0, leaf)[0], 290, f"{leaf}", 13))
+    for rank in range(ranks):
+        body += [
+            box(24 + 130 * rank, 308, 14, 14, RANK_COLORS[rank]),
+            text(44 + 130 * rank, 320, f"rank {rank}", 13, anchor="start"),
+        ]
+    body.append(text(24 + 130 * ranks, 320, "ringed: sent to rank 0", 13, "pale", "start"))
+    return svg(660, 340, "The tree over the leaves of queries, for one leaf of keys", body)
+
+
 def draw_all(folder: Path) -> None:
     """Write the figures that only the site shows."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -678,6 +720,7 @@ def draw_all(folder: Path) -> None:
         draw_memory,
         draw_crossover,
         draw_chunks,
+        draw_tree,
     )
     drawn = {draw.__name__.removeprefix("draw_"): draw() for draw in drawings}
     for name, drawing in {**drawn, **dict(draw_masks())}.items():

@@ -146,7 +146,7 @@ def test_modules_pass_on_all_options() -> None:
         "comm_dtype": "bfloat16", "rotate": "q", "softcap": 4.0,
         "dropout": ra.Dropout(0.1, seed=3),
     }  # fmt: skip
-    assert given.keys() | {"check"} == set(options.AttentionKeywords.__annotations__)
+    assert given.keys() | {"check", "reproducible"} == set(options.AttentionKeywords.__annotations__)
     with pytest.raises(InvalidInput, match="check='now': virtual ranks share one process"):
         ra.virtual_attention(q, k, v, Causal(), ranks=3, check="now")
     module = ra.nn.RingAttention(Causal(), ranks=3, layout="zigzag", **given)

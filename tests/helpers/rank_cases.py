@@ -375,3 +375,30 @@ def check_told(told: list[list[str]]) -> None:
     for good, bad, (on_bad, on_good) in zip(*told, WRONG, strict=True):
         assert bad.startswith(on_bad)
         assert good.startswith(on_good)
+
+
+def same_bits(rank: int) -> list[str]:
+    """What differs from one process with `reproducible`, over layouts and schedules; sent bytes are those of plans."""
+    transport, wrong = TorchDist(timeout=30), []
+    size, pattern = transport.size, Causal() & Documents([30, 71])
+    case = make_case(TOKENS, 4, 2, torch.float32, lse=True)
+    assert case.grad_lse is not None
+    whole = case.leaves()
+    results = ra.attention(*whole, pattern, reproducible=16, return_lse=True)
+    one = (*results, *torch.autograd.grad(results, whole, (case.grad, case.grad_lse.float())))
+    for name, schedule in (("leaves(zigzag, 16)", "direct"), ("leaves(striped(1), 16)", "ring")):
+        layout = ra.make_layout(name, tokens=TOKENS, ranks=size, pattern=pattern)
+        sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 2, "schedule": schedule}
+        plan = ra.make_plan(pattern, tokens=TOKENS, ranks=size, layout=layout, reproducible=16, **sizes)
+        mine = [layout.shard_tensor(x.detach(), rank).clone().requires_grad_() for x in case.inputs]
+        options: dict[str, Any] = {"transport": transport, "layout": layout, "schedule": schedule}
+        found = ra.ring_attention(*mine, pattern, reproducible=16, return_lse=True, **options)
+        transport.counters.reset()
+        cotangents = layout.shard_tensor(case.grad, rank), layout.shard_tensor(case.grad_lse.float(), rank, -1)
+        grads = torch.autograd.grad(found, mine, cotangents)
+        if transport.counters.sent_bytes != plan.bytes_sent(rank, backward=True):
+            wrong.append(f"{name}, {schedule}: {transport.counters.sent_bytes} bytes")
+        for index, (got, wanted) in enumerate(zip((*found, *grads), one, strict=True)):
+            if not torch.equal(got, layout.shard_tensor(wanted, rank, -1 if index == 1 else -2)):
+                wrong.append(f"{name}, {schedule}: result {index}")
+    return wrong

@@ -142,7 +142,7 @@ def after_agreement(rank: int) -> list[tuple[str, str]]:
 OTHERS: dict[str, Any] = {
     "pattern": Full(), "layout": "zigzag", "schedule": "direct", "kernel": "reference", "machine": "cuda",
     "scale": -0.5, "deterministic": True, "comm_dtype": "bfloat16", "rotate": "q", "softcap": 30.0,
-    "dropout": 0.5, "check": "now", "return_lse": True, "sinks": torch.zeros(2),
+    "dropout": 0.5, "check": "now", "reproducible": 16, "return_lse": True, "sinks": torch.zeros(2),
     "key_padding_mask": torch.zeros(1, TOKENS // 3, dtype=torch.bool),
 }  # fmt: skip
 

@@ -30,6 +30,11 @@ def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str
     assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [40] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bits_are_those_of_one_process(run_ranks: Run, ranks: int) -> None:
+    assert run_ranks(rank_cases.same_bits, ranks, timeout=60) == [[]] * ranks
+
+
 def test_balanced_shards_on_real_ranks(run_ranks: Run) -> None:
     assert max(run_ranks(rank_cases.balanced_shards, 2, timeout=60)) <= 1e-12
 
