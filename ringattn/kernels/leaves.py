@@ -38,7 +38,7 @@ class Leafwise(VisitKernel):
     """
 
     def __init__(self, inner: Kernel) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.padded = inner, inner.name, inner.padded
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from ..pattern.tile import Tile, find_runs, intersect, shift_range
 from ..pattern.views import HeadSlice, PatternView
 from .row_sets import Ranges, RowSet, to_numbers
 from .steps import Hop, Part, RankPlan, Step
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 T = TypeVar("T")
 #: Kernels compute leaves with a multiple of this many rows, of which the last may be padding: bits of calls with few
@@ -174,9 +171,9 @@ class Rounded(PatternView):
 
 
 class Leaves:
-    """The leaves of a plan, and what its ranks compute and send by leaf."""
+    """The leaves of a `plan.Plan`, and what its ranks compute and send by leaf."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Any) -> None:
         assert plan.reproducible is not None
         self.plan, self.cache = plan, Cache(ANSWERS)
         whole = plan.pattern.pattern if isinstance(plan.pattern, HeadSlice) else plan.pattern
@@ -308,7 +305,7 @@ def _hide(tiles: Sequence[Tile], q: range, k: range, heads: range) -> np.ndarray
     return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
-def count_nodes(plan: Plan) -> dict[str, int]:
+def count_nodes(plan: Any) -> dict[str, int]:
     """The leaves of a plan, their pairs, and the nodes that ranks send to owners in a backward, with their bytes."""
     rounded, steps = plan.leaves.rounded, [step for rank in range(plan.ranks) for step in plan.for_rank(rank).backward]
     nodes = [part for step in steps for hop in step.sends for part in hop.parts if isinstance(part.row_set, Nodes)]
@@ -321,7 +318,7 @@ def count_nodes(plan: Plan) -> dict[str, int]:
     }
 
 
-def check_leaves(plan: Plan) -> None:
+def check_leaves(plan: Any) -> None:
     """Raise InvalidInput or Unsupported if a plan cannot give the same bits for any number of ranks."""
     split, schedule = plan.ulysses_size > 1, f"schedule={plan.schedule!r}"
     reasons = {
