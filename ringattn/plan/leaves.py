@@ -301,7 +301,7 @@ def _hide(tiles: Sequence[Tile], q: range, k: range, heads: range) -> np.ndarray
             limit if x is None else x for x, limit in ((tile.lo, -q.stop - k.stop), (tile.hi, q.stop + k.stop))
         )
         outside = (rows - keys < low) | (rows - keys > high)
-        hidden[np.ix_(tile.heads, rows[:, 0] - q.start, keys - k.start)] &= outside
+        hidden[np.ix_(np.array(tile.heads), rows[:, 0] - q.start, keys - k.start)] &= outside
     return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
