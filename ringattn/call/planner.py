@@ -83,18 +83,7 @@ def make_plan(
     """
     return find_plan(
         as_pattern(pattern),
-        PlanSizes(
-            heads,
-            kv_heads,
-            head_dim,
-            value_dim,
-            dtype,
-            batch,
-            comm_dtype,
-            rotate,
-            block,
-            reproducible,  # type: ignore[arg-type]
-        ),
+        PlanSizes(heads, kv_heads, head_dim, value_dim, dtype, batch, comm_dtype, rotate, block, reproducible),  # type: ignore[arg-type]
         tokens=tokens,
         ranks=ranks,
         layout=round_layout(layout, reproducible),

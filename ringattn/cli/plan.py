@@ -174,9 +174,9 @@ def _print(plan: Plan, ranks: list[dict[str, Any]], totals: dict[str, Any], *, a
             share = f" = {sent / full_ring:.4f} of a full ring" if full_ring else ""
             numbers.append(Number(f"{name} sends", f"{size(sent)}{share}, {plural(messages, 'message')}", "counted"))
     if (nodes := totals.get("reproducible")) is not None:
-        sent = f"{plural(nodes['nodes'], 'node')} of dk and dv sent, {size(nodes['node_bytes'])}"
+        moved = f"{plural(nodes['nodes'], 'node')} of dk and dv sent, {size(nodes['node_bytes'])}"
         found = (
-            f"{nodes['leaves']:,} of {plan.reproducible:,} tokens, {plural(nodes['pairs_of_leaves'], 'pair')}; {sent}"
+            f"{nodes['leaves']:,} of {plan.reproducible:,} tokens, {plural(nodes['pairs_of_leaves'], 'pair')}; {moved}"
         )
         numbers.append(Number("leaves", found, "counted"))
     numbers += _describe_documents(plan.documents)

@@ -68,7 +68,8 @@ def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[
         n, m = _padded(pair.q), _padded(pair.k)
         mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
         groups.setdefault((n, m, pair.causal, mask), []).append(pair)
-    for (n, m, causal, _), group in groups.items():  # type: ignore[misc]
+    for group in groups.values():
+        n, m, causal = _padded(group[0].q), _padded(group[0].k), group[0].causal
         work = Work(
             range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
         )
@@ -184,7 +185,7 @@ class LeafPass(KernelPass):
         return (BlockGrads(block),) * len(block)  # type: ignore[return-value]  # takes the place of each tensor
 
     def finish_travel(self, travel: Tensors) -> Tensors:
-        return travel[0].finish()  # type: ignore[attr-defined, no-any-return]
+        return travel[0].finish()  # type: ignore[attr-defined]
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
         for call in visit.table:
@@ -233,8 +234,9 @@ class LeafPass(KernelPass):
             for name, node in tree.nodes.items()
         }
         if leaves.nodes is None:
+            own: Any = travel[0]
             for (leaf, *name), node in found.items():
-                travel[0].put(leaf, rows[leaf], leaves.by_key[leaf], tuple(name), node)  # type: ignore[attr-defined]
+                own.put(leaf, rows[leaf], leaves.by_key[leaf], tuple(name), node)
             return
         assert {*found} == {*leaves.nodes.names}, "the plan names all nodes"
         for total, *parts in zip(travel, *map(found.__getitem__, leaves.nodes.names), strict=True):

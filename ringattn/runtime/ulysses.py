@@ -41,8 +41,7 @@ def backward(
     own = len(job.plan.tensors("kv"))
     saved, q, block = saved[: -1 - own], saved[-1 - own], tuple(saved[-own:])
     if job.kernel.padded:  # rows that see padded keys only; in a ring the caller has hidden them
-        column = hidden_column(job.scale, q.dtype)
-        lse = lse.masked_fill(lse < -EXTRA * job.scale * column**2 / 2, HIDDEN)
+        lse = lse.masked_fill(lse < -EXTRA * job.scale * hidden_column(job.scale, q.dtype) ** 2 / 2, HIDDEN)
     # The plan always includes the bytes of a gradient of lse, even if there is none.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
