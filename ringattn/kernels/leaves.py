@@ -38,7 +38,7 @@ class Leafwise(VisitKernel):
     """
 
     def __init__(self, inner: Kernel) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.padded = inner, inner.name, inner.padded
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -68,7 +68,8 @@ def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[
         n, m = _padded(pair.q), _padded(pair.k)
         mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
         groups.setdefault((n, m, pair.causal, mask), []).append(pair)
-    for (n, m, causal, _), group in groups.items():
+    for group in groups.values():
+        n, m, causal = _padded(group[0].q), _padded(group[0].k), group[0].causal
         work = Work(
             range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
         )

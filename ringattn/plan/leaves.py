@@ -171,7 +171,7 @@ class Rounded(PatternView):
 
 
 class Leaves:
-    """The leaves of a plan, and what its ranks compute and send by leaf."""
+    """The leaves of a `plan.Plan`, and what its ranks compute and send by leaf."""
 
     def __init__(self, plan: Any) -> None:
         assert plan.reproducible is not None

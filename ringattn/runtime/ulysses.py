@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..kernels.contract import Tensors
 from ..kernels.memory import differentiable
+from ..kernels.pad import EXTRA, HIDDEN, hidden_column
 from ..transport.base import Program
 from .ring import Backward, BeginRun, Forward, ForwardResult, Job
 
@@ -39,6 +40,8 @@ def backward(
     *saved, out, lse = result.saved
     own = len(job.plan.tensors("kv"))
     saved, q, block = saved[: -1 - own], saved[-1 - own], tuple(saved[-own:])
+    if job.kernel.padded:  # rows that see padded keys only; in a ring the caller has hidden them
+        lse = lse.masked_fill(lse < -EXTRA * job.scale * hidden_column(job.scale, q.dtype) ** 2 / 2, HIDDEN)
     # The plan always includes the bytes of a gradient of lse, even if there is none.
     column = torch.zeros_like(result.lse) if grad_lse is None else grad_lse.to(result.lse.dtype)
     label = "backward step 0, exchange of the output's gradient"
