@@ -36,8 +36,6 @@ from .tables import FRESH, LAST, Side, VisitTable, find_steps
 
 #: The largest head dim.
 WIDEST = 256
-#: Columns of `places`.
-COLUMNS = 33
 LOG2E = 1.4426950408889634
 #: ptxas before this can silently corrupt matrix products of compute capability 9.0 (triton issues 9433 and 11781).
 SAFE_PTXAS = (13, 3)
@@ -413,6 +411,7 @@ class VisitPass(KernelPass):
 def _places(launches: Sequence[KernelLaunch]) -> tuple[Tensor, int]:
     """What differs between the ranks of one launch, as the kernels read it, and a divisor of the wide tensors'."""
     base, lines, divisor = launches[0], [], EXTRA
+    columns = _triton().MANY_COLUMNS.value
     for launch in launches:
         q, k, *_ = launch.tensors
         assert q is not None and k is not None
@@ -422,7 +421,7 @@ def _places(launches: Sequence[KernelLaunch]) -> tuple[Tensor, int]:
             if x is not None and x.dtype.itemsize <= 4 and any(n % EXTRA for n in place):
                 divisor = 1
             line += place
-        lines.append(line + [0] * (COLUMNS - len(line)))
+        lines.append(line + [0] * (columns - len(line)))
     host = torch.tensor(lines, dtype=torch.int64)
     device = base.table.device
     return (host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host), divisor

@@ -12,14 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pad import EXTRA
+from .tables import ENTRY, FRESH, HEADER, LAST, RECORD
+
 #: Whether Triton interprets kernels, which then run on CPU tensors.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 #: Columns in front of q and k that mark padded keys, see `pad.hide_keys`.
-FLAGS = tl.constexpr(8)
+FLAGS = tl.constexpr(EXTRA)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 #: Columns of `places`: the offset of the table, the last rows of queries and keys, and three of each tensor.
 MANY_COLUMNS = tl.constexpr(33)
+_HEADER, _RECORD, _ENTRY = tl.constexpr(HEADER), tl.constexpr(RECORD), tl.constexpr(ENTRY)
+_FRESH, _LAST = tl.constexpr(FRESH), tl.constexpr(LAST)
 
 
 @triton.jit
@@ -41,12 +46,44 @@ def _dot_add(a, b, c):
 def _at(x, places, number: tl.constexpr, MANY: tl.constexpr, b, head, x_b, x_h):
     """The first row of a head of tensor `number`."""
     if MANY:
-        places += 3 + 3 * number
+        places += tl.program_id(2) * MANY_COLUMNS + 3 + 3 * number
         offset, x_b, x_h = tl.load(places), tl.load(places + 1), tl.load(places + 2)
         if x.dtype.element_ty.primitive_bitwidth <= 32:
             offset, x_b, x_h = tl.multiple_of(offset, MANY), tl.multiple_of(x_b, MANY), tl.multiple_of(x_h, MANY)
         x += offset
     return x + b * x_b + head * x_h
+
+
+@triton.jit
+def _rank(table, places, last_row, last_key, MANY: tl.constexpr):
+    """(table, last row of queries, last row of keys) of the rank of this program."""
+    if MANY:
+        places += tl.program_id(2) * MANY_COLUMNS
+        table += tl.load(places)
+        last_row, last_key = tl.load(places + 1).to(tl.int32), tl.load(places + 2).to(tl.int32)
+    return table, last_row, last_key
+
+
+@triton.jit
+def _program(table, last, BLOCK: tl.constexpr):
+    """(batch, head, rows, which are inside, flags, first segment, segments, entries, bounds) of this program."""
+    program = table + _HEADER + tl.program_id(0) * _RECORD
+    inside = tl.arange(0, BLOCK) < tl.load(program + 3)
+    row = tl.minimum(tl.load(program + 1) + tl.arange(0, BLOCK) * tl.load(program + 2), last).to(tl.int64)
+    segments = table + tl.load(table + 1) + _RECORD * tl.load(program + 4)
+    return (
+        tl.program_id(1).to(tl.int64), tl.load(program).to(tl.int64), row, inside, tl.load(program + 6),
+        segments, tl.load(program + 5), table + tl.load(table + 2), table + tl.load(table + 3),
+    )  # fmt: skip
+
+
+@triton.jit
+def _segment(segments, entries):
+    """(head of the other side, step, first entry, partial tiles, full tiles, distance) of a segment."""
+    return (
+        tl.load(segments).to(tl.int64), tl.load(segments + 1), entries + _ENTRY * tl.load(segments + 2),
+        tl.load(segments + 3), tl.load(segments + 4), tl.load(segments + 5),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -153,17 +190,11 @@ def forward_kernel(
     HIDDEN: tl.constexpr, CAP: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge a visit into total [.., n, DV] in fp32 and lse [.., n]; rows that are complete go to `result` instead."""
-    if MANY:
-        places += tl.program_id(2) * MANY_COLUMNS
-        table += tl.load(places)
-        last_row, last_key = tl.load(places + 1).to(tl.int32), tl.load(places + 2).to(tl.int32)
+    table, last_row, last_key = _rank(table, places, last_row, last_key, MANY)
+    if MANY:  # noqa: SIM102  # known when the kernel is compiled
         if tl.program_id(0) >= tl.load(table):
             return
-    program, b = table + 4 + tl.program_id(0) * 8, tl.program_id(1).to(tl.int64)
-    segments, entries, bounds = table + tl.load(table + 1), table + tl.load(table + 2), table + tl.load(table + 3)
-    head, flags = tl.load(program).to(tl.int64), tl.load(program + 6)
-    inside = tl.arange(0, BLOCK) < tl.load(program + 3)
-    row = tl.minimum(tl.load(program + 1) + tl.arange(0, BLOCK) * tl.load(program + 2), last_row).to(tl.int64)
+    b, head, row, inside, flags, segments, count, entries, bounds = _program(table, last_row, BLOCK)
     qt = _load(_at(q, places, 0, MANY, b, head, q_b, q_h), row, q_n, D, DP)
     stream = row
     if streams is not None:
@@ -171,24 +202,21 @@ def forward_kernel(
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DVP], tl.float32)
-    segments += 8 * tl.load(program + 4)
-    for _ in range(tl.load(program + 5)):
-        other, step, first = tl.load(segments).to(tl.int64), tl.load(segments + 1), tl.load(segments + 2)
-        partial, full, distance = tl.load(segments + 3), tl.load(segments + 4), tl.load(segments + 5)
+    for _ in range(count):
+        other, step, here, partial, full, distance = _segment(segments, entries)
         kh = _at(k, places, 1, MANY, b, other, k_b, k_h)
         vh = _at(v, places, 2, MANY, b, other, v_b, v_h)
         sh = steps
         if steps is not None:
             sh = _at(steps, places, 8, MANY, b, other, steps_b, steps_h)
-        here = entries + 2 * first
         acc, m, norm = _walk_keys(
             acc, m, norm, qt, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, partial, step, 0, last_key, scale2,
             ratio, softcap2, least, BN, BLOCK, D, DP, DV, DVP, True, HIDDEN, CAP, STAGES)  # fmt: skip
-        here += 2 * partial
+        here += _ENTRY * partial
         acc, m, norm = _walk_keys(
             acc, m, norm, qt, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, full, step, distance, last_key,
             scale2, ratio, softcap2, least, BN, BLOCK, D, DP, DV, DVP, False, HIDDEN, CAP, STAGES)  # fmt: skip
-        segments += 8
+        segments += _RECORD
     seen = norm > 0.0
     sums = tl.where(seen, norm, 1.0)
     acc = acc * (keep / sums)[:, None]
@@ -202,7 +230,7 @@ def forward_kernel(
     stored = inside[:, None] & (column < DV)[None, :]
     where = row[:, None] * total_n + column[None, :]
     total = _at(total, places, 3, MANY, b, head, total_b, total_h)
-    if flags % 2 == 0:  # merge with what earlier visits found
+    if (flags & _FRESH) == 0:  # merge with what earlier visits found
         old = tl.load(lse, inside, other=float("-inf"))
         top = tl.maximum(old, new)
         top = tl.where(top == float("-inf"), 0.0, top)
@@ -212,7 +240,7 @@ def forward_kernel(
         acc = tl.load(total + where, stored, other=0.0) * share[:, None] + acc * own[:, None]
         new = tl.where(before + here == 0.0, float("-inf"), top + tl.log(both))
     tl.store(lse, new.to(lse.dtype.element_ty), inside)
-    if flags >= 2:
+    if (flags & _LAST) != 0:
         result = _at(result, places, 5, MANY, b, head, result_b, result_h)
         where = row[:, None] * result_n + column[None, :]
         tl.store(result + where, acc.to(result.dtype.element_ty), stored)
@@ -271,17 +299,11 @@ def dq_kernel(
     HIDDEN: tl.constexpr, CAP: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a visit's share to dq in fp32. lse is final, in base 2; rows with -inf see no key."""
-    if MANY:
-        places += tl.program_id(2) * MANY_COLUMNS
-        table += tl.load(places)
-        last_row, last_key = tl.load(places + 1).to(tl.int32), tl.load(places + 2).to(tl.int32)
+    table, last_row, last_key = _rank(table, places, last_row, last_key, MANY)
+    if MANY:  # noqa: SIM102  # known when the kernel is compiled
         if tl.program_id(0) >= tl.load(table):
             return
-    program, b = table + 4 + tl.program_id(0) * 8, tl.program_id(1).to(tl.int64)
-    segments, entries, bounds = table + tl.load(table + 1), table + tl.load(table + 2), table + tl.load(table + 3)
-    head, flags = tl.load(program).to(tl.int64), tl.load(program + 6)
-    inside = tl.arange(0, BLOCK) < tl.load(program + 3)
-    row = tl.minimum(tl.load(program + 1) + tl.arange(0, BLOCK) * tl.load(program + 2), last_row).to(tl.int64)
+    b, head, row, inside, flags, segments, count, entries, bounds = _program(table, last_row, BLOCK)
     qt = _load(_at(q, places, 0, MANY, b, head, q_b, q_h), row, q_n, D, DP)
     dot = _load(_at(do, places, 3, MANY, b, head, do_b, do_h), row, do_n, DV, DVP)
     lse2 = tl.load(_at(lse, places, 4, MANY, b, head, lse_b, lse_h) + row * lse_n)
@@ -291,26 +313,23 @@ def dq_kernel(
         stream = tl.load(_at(streams, places, 8, MANY, b, head, streams_b, streams_h) + row * streams_n)
     acc = tl.zeros([BLOCK, DP], tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    segments += 8 * tl.load(program + 4)
-    for _ in range(tl.load(program + 5)):
-        other, step, first = tl.load(segments).to(tl.int64), tl.load(segments + 1), tl.load(segments + 2)
-        partial, full, distance = tl.load(segments + 3), tl.load(segments + 4), tl.load(segments + 5)
+    for _ in range(count):
+        other, step, here, partial, full, distance = _segment(segments, entries)
         kh = _at(k, places, 1, MANY, b, other, k_b, k_h)
         vh = _at(v, places, 2, MANY, b, other, v_b, v_h)
         sh = steps
         if steps is not None:
             sh = _at(steps, places, 9, MANY, b, other, steps_b, steps_h)
-        here = entries + 2 * first
         acc, sums = _walk_keys_backward(
             acc, sums, qt, dot, lse2, dl, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, partial, step, 0,
             last_key, scale2, ratio, softcap2, least, keep, BN, BLOCK, D, DP, DV, DVP, True, HIDDEN, CAP,
             centre is not None, STAGES)  # fmt: skip
-        here += 2 * partial
+        here += _ENTRY * partial
         acc, sums = _walk_keys_backward(
             acc, sums, qt, dot, lse2, dl, kh, vh, k_n, v_n, stream, sh, steps_n, here, bounds, full, step, distance,
             last_key, scale2, ratio, softcap2, least, keep, BN, BLOCK, D, DP, DV, DVP, False, HIDDEN, CAP,
             centre is not None, STAGES)  # fmt: skip
-        segments += 8
+        segments += _RECORD
     column = tl.arange(0, DP)
     stored = inside[:, None] & (column < D)[None, :]
     if centre is not None:  # keys came without what they share
@@ -318,7 +337,7 @@ def dq_kernel(
         acc += sums[:, None] * shared[None, :]
     acc *= scale
     dq = _at(dq, places, 6, MANY, b, head, dq_b, dq_h) + row[:, None] * dq_n + column[None, :]
-    if flags % 2 == 0:
+    if (flags & _FRESH) == 0:
         acc += tl.load(dq, stored, other=0.0)
     tl.store(dq, acc, stored)
 
@@ -378,17 +397,11 @@ def dkv_kernel(
     HIDDEN: tl.constexpr, CAP: tl.constexpr, MANY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a visit's share to dk and dv in fp32. A program owns a tile of keys, and walks through query rows."""
-    if MANY:
-        places += tl.program_id(2) * MANY_COLUMNS
-        table += tl.load(places)
-        last_row, last_key = tl.load(places + 1).to(tl.int32), tl.load(places + 2).to(tl.int32)
+    table, last_row, last_key = _rank(table, places, last_row, last_key, MANY)
+    if MANY:  # noqa: SIM102  # known when the kernel is compiled
         if tl.program_id(0) >= tl.load(table):
             return
-    program, b = table + 4 + tl.program_id(0) * 8, tl.program_id(1).to(tl.int64)
-    segments, entries, bounds = table + tl.load(table + 1), table + tl.load(table + 2), table + tl.load(table + 3)
-    head, flags = tl.load(program).to(tl.int64), tl.load(program + 6)
-    inside = tl.arange(0, BLOCK) < tl.load(program + 3)
-    key = tl.minimum(tl.load(program + 1) + tl.arange(0, BLOCK) * tl.load(program + 2), last_key).to(tl.int64)
+    b, head, key, inside, flags, segments, count, entries, bounds = _program(table, last_key, BLOCK)
     kh = _at(k, places, 1, MANY, b, head, k_b, k_h)
     kt = _load(kh, key, k_n, D, DP)
     vt = _load(_at(v, places, 2, MANY, b, head, v_b, v_h), key, v_n, DV, DVP)
@@ -400,10 +413,8 @@ def dkv_kernel(
         step_of = tl.load(_at(steps, places, 9, MANY, b, head, steps_b, steps_h) + key * steps_n)
     dk_acc = tl.zeros([BLOCK, DP], tl.float32)
     dv_acc = tl.zeros([BLOCK, DVP], tl.float32)
-    segments += 8 * tl.load(program + 4)
-    for _ in range(tl.load(program + 5)):
-        other, step, first = tl.load(segments).to(tl.int64), tl.load(segments + 1), tl.load(segments + 2)
-        partial, full, distance = tl.load(segments + 3), tl.load(segments + 4), tl.load(segments + 5)
+    for _ in range(count):
+        other, step, here, partial, full, distance = _segment(segments, entries)
         qh = _at(q, places, 0, MANY, b, other, q_b, q_h)
         dh = _at(do, places, 3, MANY, b, other, do_b, do_h)
         lh = _at(lse, places, 4, MANY, b, other, lse_b, lse_h)
@@ -411,23 +422,22 @@ def dkv_kernel(
         sh = streams
         if streams is not None:
             sh = _at(streams, places, 8, MANY, b, other, streams_b, streams_h)
-        here = entries + 2 * first
         dk_acc, dv_acc = _walk_queries(
             dk_acc, dv_acc, kt, vt, hidden, qh, dh, lh, eh, q_n, do_n, lse_n, delta_n, sh, streams_n, step_of, here,
             bounds, partial, step, 0, last_row, scale2, ratio, softcap2, least, keep, BN, BLOCK, D, DP, DV, DVP, True,
             HIDDEN, CAP, STAGES)  # fmt: skip
-        here += 2 * partial
+        here += _ENTRY * partial
         dk_acc, dv_acc = _walk_queries(
             dk_acc, dv_acc, kt, vt, hidden, qh, dh, lh, eh, q_n, do_n, lse_n, delta_n, sh, streams_n, step_of, here,
             bounds, full, step, distance, last_row, scale2, ratio, softcap2, least, keep, BN, BLOCK, D, DP, DV, DVP,
             False, HIDDEN, CAP, STAGES)  # fmt: skip
-        segments += 8
+        segments += _RECORD
     dk_acc *= scale
     column, wide = tl.arange(0, DP), tl.arange(0, DVP)
     of_k, of_v = inside[:, None] & (column < D)[None, :], inside[:, None] & (wide < DV)[None, :]
     dk = _at(dk, places, 6, MANY, b, head, dk_b, dk_h) + key[:, None] * dk_n + column[None, :]
     dv = _at(dv, places, 7, MANY, b, head, dv_b, dv_h) + key[:, None] * dv_n + wide[None, :]
-    if flags % 2 == 0:
+    if (flags & _FRESH) == 0:
         dk_acc += tl.load(dk, of_k, other=0.0)
         dv_acc += tl.load(dv, of_v, other=0.0)
     tl.store(dk, dk_acc, of_k)
