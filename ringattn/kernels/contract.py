@@ -241,3 +241,20 @@ class VisitKernel(ABC):
     @abstractmethod
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         """The kernel in one pass; q and block are this rank's own."""
+
+
+class WrappingKernel(VisitKernel):
+    """Base class of kernels that compute visits with another kernel."""
+
+    def __init__(self, inner: VisitKernel) -> None:
+        self.inner = inner
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return type(self), *self.inner.key
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.inner.check(q, k, v)
+
+    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
+        return self.inner.explain(*works, head_dim=head_dim)

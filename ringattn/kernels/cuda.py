@@ -66,7 +66,10 @@ class Cuda(AtenCuda):
         if self.softcap is not None or self.dropout is not None:
             return True
         for visit in works:
-            calls = self.calls_of(join_repetitions(join_keys(visit)))
+            joined = join_repetitions(join_keys(visit))
+            if len(joined) > 1:  # several calls, or one that is packed: many works are not packed to find that out
+                return True
+            calls = self.calls_of(joined)
             if len(calls) > 1 or any(not _is_large(call) for call in calls):
                 return True
         return False

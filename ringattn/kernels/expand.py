@@ -15,7 +15,7 @@ from ..plan.row_sets import Ranges, RowSet
 from ..plan.steps import Part
 from ..plan.visit import Visit
 from ..plan.work import Work
-from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, KernelPass, Pair, QueryRows, Tensors, VisitKernel, WrappingKernel
 from .memory import differentiable, wide, wide_zeros
 from .pad import hide_rows
 
@@ -38,7 +38,7 @@ class Chunk:
     prepared: Any = None
 
 
-class Expanding(VisitKernel):
+class Expanding(WrappingKernel):
     """Expands rows at each visit, and lets the kernel `inner` attend to the result.
 
     `expand(*tensors, *weights)` gives (k, v) for rows of a block; if `takes_heads`, it has an argument `heads`, the
@@ -58,24 +58,19 @@ class Expanding(VisitKernel):
         column: float | None,
         takes_heads: bool,
     ) -> None:
-        self.inner, self.expand, self.group, self.chunk, self.column = inner, expand, group, chunk, column
+        super().__init__(inner)
+        self.expand, self.group, self.chunk, self.column = expand, group, chunk, column
         self.takes_heads = takes_heads
         self.weights: Tensors = ()
 
     @property
     def key(self) -> tuple[object, ...]:
-        return Expanding, self.chunk, self.group, *self.inner.key
-
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.inner.check(q, k, v)
-
-    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
-        return self.inner.explain(*works, head_dim=head_dim)
+        return *super().key, self.chunk, self.group
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
     ) -> tuple[Sequence[Any], Any]:
-        """The chunks of each visit, with the tables of the inner kernel, and the rows without a pair."""
+        """The chunks of each visit, with the tables of the inner kernel, and what it found for the pass."""
         kv_heads = max(heads // self.group, 1)  # of the expanded rows, not of the block
         chunks = [[*cut(visit, self.chunk, tuple(range(kv_heads)))] for visit in visits]
         found = [one.visit for of_visit in chunks for one in of_visit]

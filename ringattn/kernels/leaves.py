@@ -13,7 +13,7 @@ from ..plan.row_sets import Ranges
 from ..plan.visit import Visit
 from ..plan.work import Work
 from .calls import Kernel
-from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, KernelPass, Pair, QueryRows, Tensors, WrappingKernel
 from .memory import as_dtype, empty_rows, wide, wide_zeros
 from .pad import HIDDEN, crop_to, with_column
 from .softmax import begin_sums, join, join_sinks
@@ -31,24 +31,17 @@ class LeafCall(NamedTuple):
     empty: Tensor | None
 
 
-class Leafwise(VisitKernel):
+class Leafwise(WrappingKernel):
     """Computes the pairs of leaves by the op of the kernel `inner`, always from aligned copies of whole leaves.
 
     Bits of the op depend on the numbers and shapes of a call, but not on its place in memory or among other pairs.
     """
 
+    inner: Kernel
+
     def __init__(self, inner: Kernel) -> None:
-        self.inner, self.name, self.padded = inner, inner.name, inner.padded
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return Leafwise, *self.inner.key
-
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.inner.check(q, k, v)
-
-    def explain(self, *works: Work, head_dim: int = 128) -> OpChoice:
-        return self.inner.explain(*works, head_dim=head_dim)
+        super().__init__(inner)
+        self.name, self.padded = inner.name, inner.padded
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool

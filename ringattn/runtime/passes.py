@@ -20,8 +20,8 @@ def forward(
     """A program that computes attention of the local queries q [B, H, n, D] to the keys of all ranks.
 
     `block` are the local keys and values (k, v) [B, K, n, D | Dv], or what they are expanded from. `save` keeps what
-    the backward starts from. The output is
-    written to `out` if given. `tags` maps the plan's tags to those of the messages.
+    the backward starts from. The output is written to `out` if given. `tags` maps the plan's tags to those of the
+    messages.
     """
     program = forward_program(job.plan, job.rank, job.kernel, q.device, save=save)
     inner, _ = _ring_of(program)

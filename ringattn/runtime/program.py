@@ -161,9 +161,11 @@ def _resolve(
             state.start(index)
             posts, visits = recorder.collect(), []
             for part in steps[index].visits:
-                works: Any = demand.works(owner, part.owner, part.row_set)
-                if plan.reproducible is not None:
-                    works = ring_plan.leaves.visit(owner, part)
+                works: Any = (
+                    demand.works(owner, part.owner, part.row_set)
+                    if plan.reproducible is None
+                    else ring_plan.leaves.visit(owner, part)
+                )
                 if works or rotates == "kv":  # a rank also passes on queries that see none of its keys
                     visits.append(_record_visit(state, part, works, label, backward=backward))
             recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
