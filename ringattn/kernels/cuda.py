@@ -34,7 +34,7 @@ class Cuda(AtenCuda):
 
     choices = ()
     features = VisitTriton.features
-    #: Why `visits` computes nothing; None if it does.
+    #: Why kernel visit is not used; None if it is.
     refused: str | None = None
 
     @cached_property

@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class HeadWalk:
-    """What programs of one head walk through, for all heads with equal works: segments by tile of their own rows.
+    """The segments of one head's programs, by tile of its rows; heads with equal works share one walk.
 
     `segments` [S, 7]: tile, contributor, step, first entry, partial tiles, full tiles, distance of full tiles.
     """

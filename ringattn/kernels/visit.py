@@ -234,7 +234,7 @@ class KernelLaunch:
 
 
 class VisitPass(KernelPass):
-    """One pass of `VisitTriton`. Padded keys are read from their columns, which are not computed."""
+    """One pass of `VisitTriton`. The columns of q and k that flag padded keys take no part in the products."""
 
     together = True
 
