@@ -53,8 +53,8 @@ DRAWN = "drawn"
 #: Types of numbers; torch.compile takes a NumPy number for an array.
 SCALARS = int, float, np.generic, np.ndarray
 #: The names of the tensors of Rows and of their weights start with these; "k" is then `expand`, and "v" the chunk.
-#: Arguments that may change from call to call of a compiled function, and the prefix of the names of their tensors.
 ROWS, WEIGHTS = "row tensor ", "weight "
+#: Arguments that may change from call to call of a compiled function, and the prefix of the names of their tensors.
 NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
 #: Objects by their numbers in texts.
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -91,7 +91,7 @@ def _constant(function: Callable[P, R]) -> Callable[P, R]:
 def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     """Call the `compilable` function `name`, given as "module:function", as one operator, and return its result."""
     k, v, pattern = arguments["k"], arguments.get("v"), arguments.get("pattern")
-    if isinstance(k, Rows) and "pattern" in arguments:
+    if isinstance(k, Rows) and (v is not None or pattern is not None):  # modules have their own pattern
         k, v, pattern = read_arguments(k, v, pattern)
         arguments = {**arguments, "pattern": pattern}
     q, k, v = cast_inputs(arguments["q"], k, v)

@@ -422,7 +422,7 @@ def _places(launches: Sequence[KernelLaunch]) -> tuple[Tensor, int]:
                 divisor = 1
             line += place
         lines.append(line + [0] * (columns - len(line)))
-    host = torch.tensor(lines, dtype=torch.int64)
+    host = torch.tensor(lines, dtype=torch.int64, device="cpu")
     device = base.table.device
     return (host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host), divisor
 

@@ -12,7 +12,7 @@ from oracle import mark_pairs
 
 import ringattn as ra
 from ringattn.kernels.tables import FRESH, LAST, Bounds
-from ringattn.kernels.visit import Config, Table, Tiles, VisitTriton
+from ringattn.kernels.visit import Config, Tiles, VisitTables, VisitTriton
 from ringattn.plan.steps import Part
 from ringattn.plan.visit import Visit
 from ringattn.plan.work import Work, find_tiles, join_keys, join_repetitions, lower
@@ -162,8 +162,8 @@ def test_tables_have_the_pairs_of_their_works(seed: int) -> None:
         wanted.append(pairs_of(works, heads, kv_heads, n, m))
     kernel, stay_heads = make_kernel(block), kv_heads if queries_visit else heads
     for backward in (False, True):
-        tables, nothing = kernel.prepare(visits, stay_heads, rows, backward=backward)
-        assert not nothing
+        tables, count = kernel.prepare(visits, heads, kv_heads, rows, backward=backward)
+        assert count == len(visits)
         for by_key in (False, True) if backward else (False,):
             readers = [Reader(table.host[by_key], block) for table in tables]
             own_heads, other_heads = (kv_heads, heads) if by_key else (heads, kv_heads)
@@ -189,7 +189,7 @@ def test_tables_have_the_pairs_of_their_works(seed: int) -> None:
 
 def only_table(works: Sequence[Work], heads: int, rows: int, kv_heads: int, keys: int, block: int) -> Reader:
     visit = Visit(Part("kv", 0), works, (kv_heads, keys), first=True)
-    (table,), _ = make_kernel(block).prepare([visit], heads, rows, backward=False)
+    (table,), _ = make_kernel(block).prepare([visit], heads, kv_heads, rows, backward=False)
     return Reader(table.host[0], block)
 
 
@@ -330,12 +330,12 @@ def test_tiles_of_rows_have_the_step_on_which_works_agree() -> None:
 
 def test_a_pass_without_visits_or_works() -> None:
     kernel = make_kernel(8)
-    tables, nothing = kernel.prepare([], 2, 10, backward=False)
-    assert nothing and list(tables) == []
+    tables, count = kernel.prepare([], 2, 1, 10, backward=False)
+    assert count == 0 and list(tables) == []
     visits = [Visit(Part("kv", i), (), (1, 3), first=i == 0) for i in range(2)]
     for backward in (False, True):
-        (one, other), nothing = kernel.prepare(visits, 2, 10, backward=backward)
-        assert not nothing and isinstance(one, Table)
+        (one, other), count = kernel.prepare(visits, 2, 1, 10, backward=backward)
+        assert count == 2 and isinstance(one, VisitTables)
         assert (Reader(one.host[0], 8).owned(2, 10) == FRESH | LAST).all()
         assert other.programs == (0,) * (1 + backward) and one.nbytes == sum(x.nbytes for x in one.host)
         assert not one.merges and not other.merges
