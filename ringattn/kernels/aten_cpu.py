@@ -144,7 +144,8 @@ def _ready(width: int, *tensors: Tensor, backward: bool) -> list[Tensor]:
 def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
     if work.hidden is not None:
-        return False, torch.zeros(work.hidden.shape, dtype=dtype, device=work.hidden.device).masked_fill_(work.hidden, -torch.inf).unsqueeze(0)
+        added = torch.zeros(work.hidden.shape, dtype=dtype, device="cpu")
+        return False, added.masked_fill_(work.hidden, -torch.inf).unsqueeze(0)
     if work.dense:
         return False, None
     if work.causal:

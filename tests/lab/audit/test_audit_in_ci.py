@@ -78,7 +78,8 @@ def test_known_failures_are_no_news_until_they_are_mended(tmp_path: Path) -> Non
 def test_pytest_has_a_test_for_each_feature(tmp_path: Path) -> None:
     (tmp_path / "known.txt").write_text("two-way documents\nwindow\n")
     options = ["--ringattn-audit", BORDER, "--ringattn-audit-ranks=2", "--ringattn-audit-known=known.txt"]
-    options += ["--ringattn-audit-scripts=scripts", "--junitxml=found.xml", "-q", "-k", "documents or window or softcap"]
+    options += ["--ringattn-audit-scripts=scripts", "--junitxml=found.xml", "-q"]
+    options += ["-k", "documents or window or softcap"]
     environment = {**os.environ, "PYTHONPATH": str(HELPERS)}
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
