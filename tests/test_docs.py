@@ -126,7 +126,6 @@ def test_another_hydra_application_has_our_groups_if_it_asks(way: str, tmp_path:
     """
     (sample,) = [block for block in blocks(ROOT / "docs/command_line.md", "python") if block.startswith("# app.py")]
     (settings,) = blocks(ROOT / "docs/command_line.md", "yaml")
-    assert settings.splitlines()[0] in " ".join((ROOT / "README.md").read_text().split())
     build = f"import hatchling.build as b; print(b.{way}({str(tmp_path)!r}))"
     pytest.importorskip("hatchling")
     done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, **CAPTURED)
@@ -244,7 +243,11 @@ def test_the_figures_of_the_readme_are_those_of_its_plan_and_of_the_newest_store
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    """Its prose, without samples, figures and addresses; lines fit any window, but for tables."""
+    text = (ROOT / "README.md").read_text()
+    prose = re.sub(r"```.*?```|!\[[^]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL)
+    assert len(prose.split()) <= 700
+    assert not [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -304,8 +307,9 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         cells = [f"{beside(name, mask, 'forward')} / {beside(name, mask, 'backward')}" for mask in masks]
         assert f"| {label} | {' | '.join(cells)} |".replace("- / -", "-") in measured
     for words, name, masks in (
-        ("dense and causal masks they are {} times as fast as PyTorch's own ring", "template", ("dense", "causal")),
-        ("Two ringattn ranks are {} times (window)", "FlexAttention", ("window",)),
+        ("dense and causal masks {} times as fast as PyTorch's own ring", "template", ("dense", "causal")),
+        ("dense and causal masks {} times as fast as PyTorch's own ring", "template_a2a", ("dense", "causal")),
+        ("two ranks: {} times (window)", "FlexAttention", ("window",)),
         ("(window) and {} times (documents) as fast as compiled FlexAttention", "FlexAttention", ("documents",)),
         ("own ring, and {} times as fast as `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),
     ):
@@ -320,11 +324,8 @@ def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     assert any(line.startswith("| all |") and row.startswith(line) for line in pages[1].splitlines())
     count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
     told = " ".join(pages[0].split())
-    assert f"predicts {count} published attention times" in told
+    assert f"{count} published attention times are predicted" in told
     assert f"a median error of {half} % and a 90th percentile of {most} %" in told
-    (kept,) = re.findall(r"the errors of all are (\d\S* and \d+ %)", " ".join(pages[2].split()))
-    half, most = kept.split(" and ")
-    assert f"including them, the errors are {half} % and {most}" in told
 
 
 SITE = ROOT / "docs/_build/html"
