@@ -10,6 +10,7 @@ except for rounding: gated delta rules, convolutions and attention all stop at t
 from __future__ import annotations
 
 import argparse
+import os
 import pydoc_data.topics
 from itertools import accumulate
 
@@ -71,6 +72,8 @@ if __name__ == "__main__":
     parser.add_argument("--layout", default="zigzag", help="zigzag or contiguous")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/hybrid.py")
     dist.init_process_group("gloo")
     train(options.layout, options.steps)
     dist.destroy_process_group()

@@ -11,6 +11,9 @@ gpus="$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)"
 ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || { echo "RANKS=$ranks is not a number of ranks; try RANKS=2" >&2; exit 2; }
 
+# Without a GPU, one process says that NCCL needs them, in one line and without torchrun's report about all ranks.
+if [ "$gpus" = 0 ] && [[ " $* " == *" transport=nccl "* ]]; then exec "${PYTHON:-python3}" -m ringattn run "$@"; fi
+
 # torchrun finds a free port for a single node; several nodes meet at HEAD.
 place=(--standalone)
 if [ "${NODES:-1}" -gt 1 ]; then

@@ -116,6 +116,7 @@ def start_ranks(config: C, work: Worker[C], verb: str) -> Report:
         report: Report = record(_run_under_torchrun)(launch, config, work)
         return report
     elif config.transport.spec == "nccl":
+        _set_cuda_device(launch, "transport=nccl")
         raise InvalidInput(
             f"transport=nccl needs one process per GPU; start with torchrun --nproc-per-node N -m ringattn {verb} "
             "transport=nccl"

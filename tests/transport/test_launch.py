@@ -114,6 +114,13 @@ def test_the_program_that_proves_rings_of_ranks(start: Callable[..., Any]) -> No
     assert done.returncode == 0 and done.stdout.count("2 ranks on gloo: ") == 4, done.stderr
 
 
+def test_without_a_gpu_the_last_line_says_what_nccl_needs(start: Callable[..., Any]) -> None:
+    command = [str(LAUNCH / "torchrun.sh"), "tokens=64", "transport=nccl"]
+    done = start(command, env={"PYTHON": sys.executable}, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "transport=nccl needs a CUDA device, but this rank sees none" in line
+
+
 def test_torchrun_on_many_nodes_asks_for_their_place(start: Callable[..., Any]) -> None:
     done = start([str(LAUNCH / "torchrun.sh")], env={"NODES": "2"}, timeout=10)
     assert done.returncode != 0 and "NODES > 1 needs HEAD=host:port of the first node" in done.stderr

@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for flag in ("--resolve", "--hydra-help"):
         of_hydra.add_argument(flag, action="store_true")
     of_hydra.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    of_hydra.add_argument("--info", "-i")
+    of_hydra.add_argument("--info", "-i", nargs="?", const="all")
     of_hydra.add_argument("--config-dir", "-cd")
     of_hydra.add_argument("--package", "-p")
     if name := next((word for word in arguments if re.match("-cn|--config-name", word)), None):
