@@ -87,11 +87,11 @@ class Runner:
     def _chosen(self) -> list[Chosen]:
         """The chosen keys of each rank that this process computes, for each query head."""
         assert self.chosen is not None and self.call.chosen is not None
-        layout, keys, whole = self.plan.layout_of("q"), self.chosen, Chosen(self.chosen, self.call.chosen[-1])
+        layout, keys, group = self.plan.layout_of("q"), self.chosen, self.plan.heads // self.chosen.shape[1]
+        whole = Chosen(keys, group, self.call.chosen[-1])
         if self.plan.stacked:
             whole = replace(whole, stride=self.plan.stride)
             keys = layout.stack(move_rows(keys, whole.blocks))
-        group = self.plan.heads // keys.shape[1]
         shards = [keys] if self.transport is not None else layout.shard_all(keys)
         return [replace(whole, keys=x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)) for x in shards]
 

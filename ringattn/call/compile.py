@@ -270,11 +270,17 @@ def _compile(
         vars(resolved).update(_resolve_chosen(resolved))
     assert resolved.scale is not None
     requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None)
+    chooses = choice is not None
+    kernel, column = _get_kernel(resolved, q, k, v, device, padded=key_padding_mask is not None, chosen=chooses)
     if pattern.varies:
         kernel = kernel.derive(varies=True)
     if resolved.reproducible is not None:
-        kernel = _make_leafwise(resolved, kernel, device, chosen=choice is not None)
+        kernel = _make_leafwise(resolved, kernel, device, chosen=chooses)
+    elif chooses:
+        from ..kernels.chosen import ChosenKeys  # few calls choose keys
+
+        assert isinstance(kernel, Kernel), "kernels with this feature compute one work a call"
+        kernel = ChosenKeys(kernel)
     sizes: dict[str, Any] = {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],
@@ -337,18 +343,16 @@ def _resolve(options: AttentionOptions, head_dim: int) -> AttentionOptions:
 
 def _resolve_chosen(options: AttentionOptions) -> dict[str, Any]:
     """The options that chosen keys determine. Raises Unsupported for others."""
-    if options.kernel not in ("auto", "reference"):
-        raise Unsupported(f"kernel {options.kernel} takes no chosen keys; try kernel='reference' or 'auto'")
     if options.schedule.startswith("ulysses"):
         raise Unsupported(f"schedule={options.schedule!r} with chosen= would move the choices; try schedule='ring'")
     if "q" in parse_rotate(options.rotate, both=True):
         raise Unsupported(f"rotate={options.rotate!r} with chosen= would move the choices; try rotate='kv'")
     schedule = "ring" if options.schedule == "auto" else options.schedule
-    return {"kernel": "reference", "schedule": schedule, "rotate": "kv"}
+    return {"schedule": schedule, "rotate": "kv"}
 
 
 def _get_kernel(
-    options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool
+    options: AttentionOptions, q: Tensor, k: Tensor, v: Tensor, device: torch.device, *, padded: bool, chosen: bool
 ) -> tuple[VisitKernel, float | None]:
     """The kernel for these tensors on `device`, and the number that hides their padded keys, see `hide_keys`."""
     column = None
@@ -362,7 +366,7 @@ def _get_kernel(
     dropout = read_dropout(options.dropout)
     kernel = get_kernel(
         options.kernel, q, k, v, deterministic=options.deterministic,
-        softcap=options.softcap, dropout=dropout, reproducible=options.reproducible,
+        softcap=options.softcap, dropout=dropout, reproducible=options.reproducible, chosen=chosen,
     )  # fmt: skip
     return kernel.derive(padded=True) if padded else kernel, column
 

@@ -52,7 +52,7 @@ class AtenCpu(Kernel):
 
     #: `strip_keys`: the bound on keys x heads of strips. A forward allocates nothing for keys, except in 16 bits.
     name, strips, strip_keys = "aten_cpu", FORWARD, 4 * CALL_ROWS
-    features = ("reproducible",)
+    features = ("reproducible", "chosen")
     #: Maximum rows of a triangle that is one call.
     triangle_rows = TRIANGLE_ROWS
     dtype = torch.float32

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
-from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
+from .contract import CallData, KernelPass, OpChoice, Pair, QueryRows, Tensors, VisitKernel
 from .dropout import key_steps, row_streams
 from .memory import wide_zeros
 from .pad import delta, times_unit, with_column, with_delta
@@ -31,8 +31,6 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
-    #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
-    chosen: tuple[Tensor, Tensor, Chosen] | None = None
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool

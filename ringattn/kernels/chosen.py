@@ -1,8 +1,10 @@
-"""Keys chosen by content: the kernel that chooses them, and which keys of a call are chosen."""
+"""Keys chosen by content: the kernel that chooses them, and the one that attends to chosen keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,12 +12,19 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..plan.visit import Visit
-from ..plan.work import Work
-from .base import band
+from ..plan.work import Work, split_heads
+from .base import Kernel, band
 from .contract import CallData, Chosen, KernelPass, OpChoice, Pair, Tensors, VisitKernel
-from .memory import expand_heads, wide
+from .memory import wide, wide_zeros
+from .pad import crop_to
 
-#: Rows and keys of a tile. All tiles have this shape: the bits of a score then depend only on its row and key.
+#: Neighbouring rows whose chosen keys are always copied together.
+ROWS = 16
+#: The most rows whose choices are searched at once, and the most pairs of a call, which has a mask for them.
+SPLIT_ROWS, CALL_PAIRS = 2048, 1 << 22
+#: FLOPs that take as long as copying a number of a key and adding its gradient, and as a call of a kernel (estimated).
+COPY_FLOPS, CALL_FLOPS = 64, 1 << 21
+#: Rows and keys of a tile of scores. All tiles have this shape: the bits of a score then depend only on its row and key.
 TILE_ROWS, TILE_KEYS = 16, 256
 
 
@@ -25,25 +34,177 @@ def move_rows(chosen: Tensor, distance: int) -> Tensor:
     return torch.where(chosen < 0, chosen, chosen + moves.to(chosen.dtype))
 
 
-def find_chosen(chosen: Tensor, positions: Tensor, of: Chosen) -> Tensor:
-    """Which keys of a call are chosen by its rows: bool [B, H or 1, rows, keys].
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """One call of a kernel: neighbouring rows of an element of the batch, and the keys that any of them chose.
 
-    chosen: [B, H, rows, k], those of `of` for the rows of the call. positions: int64 [B, K, keys, 1].
+    `heads`, `kv` and `rows` count in the tensors of a work. `columns` are the numbers of its keys, int64; None: all.
     """
-    alike = chosen.stride(1) == 0 and positions.stride(1) == 0
-    blocks = positions.squeeze(-1)
-    blocks = blocks // of.stride * of.blocks + blocks % of.stride // of.block
-    if alike:
-        chosen, blocks = chosen[:, :1], blocks[:, :1]
-    first = int(blocks.min())
-    size = int(blocks.max()) - first + 1
+
+    element: int
+    heads: slice
+    kv: slice
+    rows: slice
+    columns: Tensor | None
+    work: Work
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.element : self.element + 1, self.heads, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        x = x[self.element : self.element + 1, self.kv]
+        return x if self.columns is None else x.index_select(2, self.columns)
+
+    def add_to(self, total: Tensor, part: Tensor) -> None:
+        """Add the gradients of the tile's keys to those of all keys."""
+        target, part = total[self.element, self.kv], crop_to(part[0], total.shape[-1])
+        if self.columns is None:
+            target += part
+        else:
+            target.index_add_(1, self.columns, part.to(total.dtype))
+
+
+class ChosenKeys(Kernel):
+    """Attends each row to the keys that it has chosen, by masked calls of the kernel `inner` on few keys.
+
+    A call has neighbouring rows, copies of the keys that any of them chose, and a mask. Neighbours share a call if that
+    costs less than two, by the pairs that it computes, the keys that it copies and the call itself. Where nearly all
+    keys are chosen, a call is a tile of the pattern with a mask, and nothing is copied.
+    """
+
+    #: The choices of a call's rows [B, H, rows, k], the positions of its keys int64 [B, K, keys, 1], and all choices.
+    chosen: tuple[Tensor, Tensor, Chosen]
+
+    def __init__(self, inner: Kernel) -> None:
+        vars(self).update(vars(inner))
+        self.inner, self.name = inner, inner.name
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ChosenKeys, *self.inner.key
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.inner.check(q, k, v)
+
+    def split(self, work: Work) -> Iterator[Work]:
+        for one in work.repetitions():
+            for first in range(0, len(one.q), SPLIT_ROWS):
+                yield one.narrow_rows(first, min(first + SPLIT_ROWS, len(one.q)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide(q.dtype), device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
+        for tile in self._tiles(work, q.shape[-1] + v.shape[-1]):
+            keys = map(tile.of_keys, (k, v))
+            part, of_rows = self._kernel_of(tile).forward(tile.of_queries(q), *keys, tile.work, scale)
+            empty = tile.work.hidden.all(-1)  # none of these keys: kernels differ in what they return
+            tile.of_queries(out).copy_(part.masked_fill(empty.unsqueeze(-1), 0.0))
+            tile.of_queries(lse).copy_(of_rows.masked_fill(empty, -torch.inf))
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = map(wide_zeros, (q, k, v))
+        for tile in self._tiles(work, q.shape[-1] + v.shape[-1]):
+            of_rows = map(tile.of_queries, (grad, q))
+            results = map(tile.of_queries, (out, lse))
+            found = self._kernel_of(tile).backward(*of_rows, *map(tile.of_keys, (k, v)), *results, tile.work, scale)
+            tile.of_queries(dq).copy_(crop_to(found[0], dq.shape[-1]))
+            tile.add_to(dk, found[1])
+            tile.add_to(dv, found[2])
+        return dq, dk, dv
+
+    def _kernel_of(self, tile: Tile) -> Kernel:
+        if self.dropout is None:
+            return self.inner
+        assert self.numbers is not None, "a kernel with dropout is given the numbers of each call"
+        streams, steps = self.numbers
+        return self.inner.derive(dropout=self.dropout, numbers=(tile.of_queries(streams), tile.of_keys(steps)))
+
+    def _tiles(self, work: Work, width: int) -> Iterator[Tile]:
+        """The calls for a work, if a key and its value have `width` numbers; rows without keys may be in none."""
+        chosen, positions, of = self.chosen
+        numbers = positions.squeeze(-1)
+        numbers = numbers // of.stride * of.blocks + numbers % of.stride // of.block
+        size, alike = len(work.heads) // len(work.kv), numbers.stride(1) == 0
+        for _, run in groupby(range(len(work.heads)), lambda i: (work.heads[i] // of.group, alike or i // size)):
+            same = [*run]
+            for heads, kv in split_heads(range(same[0], same[-1] + 1), size):
+                costs = 2 * width * len(heads), COPY_FLOPS * width * len(kv)
+                for element in range(len(chosen)):
+                    choices, marks = chosen[element, heads.start], numbers[element, kv.start]
+                    for rows, columns, hidden in _cut_tiles(choices, marks, work, *costs):
+                        _, height, width = map(range, hidden.shape)
+                        part = Work(range(len(heads)), range(len(kv)), height, (width,), 0)
+                        object.__setattr__(part, "hidden", hidden)
+                        slices = slice(heads.start, heads.stop), slice(kv.start, kv.stop), rows
+                        yield Tile(element, *slices, columns, part)
+
+
+def _cut_tiles(
+    chosen: Tensor, numbers: Tensor, work: Work, pair_cost: int, key_cost: int
+) -> Iterator[tuple[slice, Tensor | None, Tensor]]:
+    """(rows, columns, hidden bool [1, rows, columns]) of the calls for rows with choices [rows, k].
+
+    The numbers [keys] are those of the keys' blocks; `columns` None are all keys. Costs are FLOPs of a pair, and those
+    that take as long as copying a key.
+    """
+    keys, device = work.keys, chosen.device
+    first = int(numbers.min())
+    numbers = numbers - first
+    size = int(numbers.max()) + 1
     places = chosen.long() - first
     places.masked_fill_((places < 0) | (places >= size), size)
-    table = torch.zeros((*chosen.shape[:3], size + 1), dtype=torch.bool, device=chosen.device).scatter_(
-        -1, places, True
-    )
-    columns = (expand_heads(blocks, chosen.shape[1]) - first).unsqueeze(2)
-    return table.gather(-1, columns.expand(-1, -1, chosen.shape[2], -1))
+
+    def table(parts: Sequence[Tensor]) -> Tensor:
+        """Which keys each of some lists of choices names, bool [lists, keys]."""
+        marks = torch.zeros((len(parts), size + 1), dtype=torch.bool, device=device)
+        for mark, part in zip(marks, parts, strict=True):
+            mark[part.flatten()] = True
+        return marks[:, numbers]
+
+    def cost(rows: int, columns: int) -> int:
+        return columns * (rows * pair_cost + (key_cost if columns < keys else 0)) + CALL_FLOPS
+
+    order = torch.arange(keys, device=device)
+    groups: list[tuple[int, int, Tensor, int]] = []  # rows, and which keys they need
+    for start, needed in zip(range(0, len(places), ROWS), table(places.split(ROWS)), strict=True):
+        stop = min(start + ROWS, len(places))
+        if not work.dense:
+            needed &= _in_band(work, order, start, stop)
+        count = int(needed.sum())
+        if groups:
+            before, _, others, their = groups[-1]
+            both = others | needed
+            joined = int(both.sum())
+            apart = cost(start - before, their) + cost(stop - start, count)
+            if cost(stop - before, joined) <= apart and (stop - before) * joined <= CALL_PAIRS:
+                groups[-1] = before, stop, both, joined
+                continue
+        groups.append((start, stop, needed, count))
+    for start, stop, needed, count in groups:
+        if not count:
+            continue
+        columns = needed.nonzero().squeeze(-1)
+        marks = torch.zeros((stop - start, size + 1), dtype=torch.bool, device=device)
+        hidden = ~marks.scatter_(1, places[start:stop], True)[:, numbers[columns]]
+        distance = torch.arange(start, stop, device=device).unsqueeze(-1) - columns
+        if work.lo is not None:
+            hidden |= distance < work.lo
+        if work.hi is not None:
+            hidden |= distance > work.hi
+        yield slice(start, stop), None if count == keys else columns, hidden.unsqueeze(0)
+
+
+def _in_band(work: Work, order: Tensor, start: int, stop: int) -> Tensor:
+    """Which keys any of some rows sees."""
+    seen = torch.ones_like(order, dtype=torch.bool)
+    if work.lo is not None:
+        seen &= order < stop - work.lo
+    if work.hi is not None:
+        seen &= order >= start - work.hi
+    return seen
 
 
 class TopKeys(VisitKernel):

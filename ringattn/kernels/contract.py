@@ -36,9 +36,11 @@ class Chosen:
     """The keys that queries attend to, among those that they see: `keys` [B, H, n, k], int32 or int64, -1 for none.
 
     They are numbers of blocks of `block` positions. In batch rows joined end to end, a row has `stride` positions.
+    Each `group` of adjacent query heads has the same choices.
     """
 
     keys: Tensor
+    group: int
     block: int = 1
     stride: int = 1 << 62
 

@@ -35,9 +35,7 @@ class Reference(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         scores, _ = self._masked_scores(q, k, work, scale)
         lse = scores.logsumexp(-1)
-        # A row may have chosen none of these keys: its lse is -inf, and its weights are 0.
-        least = lse if self.chosen is None else lse.clamp_min(torch.finfo(lse.dtype).min)
-        weights = (scores - least.unsqueeze(-1)).exp()
+        weights = (scores - lse.unsqueeze(-1)).exp()
         factors = self._weight_factors(weights.dtype)
         return (weights if factors is None else weights.mul_(factors)) @ _wide_heads(v, q.shape[1]), lse
 
@@ -88,10 +86,6 @@ class Reference(Kernel):
             scores = scores.masked_fill_(work.hidden, -torch.inf)
         elif not work.dense:
             scores = scores.masked_fill_(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)
-        if self.chosen is not None:
-            from .chosen import find_chosen  # as above
-
-            scores = scores.masked_fill_(~find_chosen(*self.chosen), -torch.inf)
         return scores, slope
 
 

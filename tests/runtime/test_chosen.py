@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.call import compile as compiling
+from ringattn.kernels import chosen as choosing
+from ringattn.kernels.aten_cpu import AtenCpu
 from ringattn.runtime.program import RankProgram
 
 EXACT = 1e-12
@@ -116,9 +118,52 @@ def draw_chosen(seed: int, kind: str | None = None) -> LatentCase:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_attention_to_chosen_keys(seed: int) -> None:
+def test_attention_to_chosen_keys(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In odd cases calls have few rows and copied keys; in the others these few tokens are joined to masked tiles."""
+    if seed % 2:
+        for name, value in {"ROWS": 3, "SPLIT_ROWS": 17, "CALL_FLOPS": 0, "COPY_FLOPS": 1}.items():
+            monkeypatch.setattr(choosing, name, value)
     case = draw_chosen(seed)
     assert case.error(case.solve()) < EXACT, (case.options, case.pattern)
+
+
+def drift(tokens: int, count: int) -> Tensor:
+    """Choices int32 [1, 1, tokens, count] of keys so far, of which each query exchanges one."""
+    pick, rows, here = random.Random(1), [], list[int]()
+    for token in range(tokens):
+        if len(here) < count:
+            here.append(token)
+        elif (new := pick.randint(0, token)) not in here:
+            here[pick.randrange(count)] = new
+        rows.append(here + [-1] * (count - len(here)))
+    return torch.tensor(rows, dtype=torch.int32)[None, None]
+
+
+def test_few_pairs_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 134 million visible pairs a head, the choices name 8.3 million."""
+    tokens, count, heads, pairs = 1 << 14, 512, 4, {"forward": 0, "backward": 0}
+    for name in pairs:
+
+        def counting(kernel: AtenCpu, *args: Any, name: str = name, inner: Any = getattr(AtenCpu, name)) -> Any:
+            q, k = args[:2] if name == "forward" else args[1:3]
+            pairs[name] += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+            return inner(kernel, *args)
+
+        monkeypatch.setattr(AtenCpu, name, counting)
+    q, k, v = (torch.randn(1, n, tokens, 64, requires_grad=True) for n in (heads, 1, 1))
+    chosen = drift(tokens, count)
+    out = ra.virtual_attention(q, k, v, ra.Causal(), ranks=4, layout="zigzag", chosen=chosen)
+    named = int((chosen >= 0).sum()) * heads
+    assert named <= pairs["forward"] < 1.5 * named < 0.1 * heads * tokens * (tokens + 1) // 2
+    rows = torch.arange(99, tokens, 1111)
+    marks = chosen[0, 0, rows].long()
+    mask = torch.zeros(len(rows), tokens + 1, dtype=torch.bool).scatter_(1, marks.where(marks >= 0, tokens), True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, rows].double(), k.double(), v.double(), attn_mask=mask[:, :-1], enable_gqa=True
+    )
+    assert distance(out[:, :, rows].double(), wanted) < 1e-5
+    out.sum().backward()
+    assert pairs["backward"] == pairs["forward"]
 
 
 def test_batch_rows_with_documents_of_their_own() -> None:
@@ -140,13 +185,19 @@ def test_batch_rows_with_documents_of_their_own() -> None:
         assert distance(found, torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask)) < EXACT
 
 
-def test_keys_and_values_dropout_and_checkpoints() -> None:
+def test_keys_and_values_dropout_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(2, heads, 40, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     every = torch.arange(40).expand(2, 1, 40, 40)
     options: dict[str, Any] = {"layout": "zigzag", "dropout": ra.Dropout(0.3, seed=1), "kernel": "reference"}
     wanted = ra.virtual_attention(q, k, v, ra.Causal(), ranks=1, **options)
     found = ra.virtual_attention(q, k, v, ra.Causal(), ranks=3, chosen=every, **options)
     assert distance(found, wanted) < EXACT
+    documents = torch.arange(40)[:, None] // 8 * 8 + torch.arange(8)  # of 8 tokens
+    wanted = ra.virtual_attention(q, k, v, ra.Causal() & ra.Documents([8] * 5), ranks=1, **options)
+    monkeypatch.setattr(choosing, "ROWS", 8)
+    monkeypatch.setattr(choosing, "CALL_FLOPS", 0)
+    own = documents.expand(2, 1, 40, 8)
+    assert distance(ra.virtual_attention(q, k, v, ra.Causal(), ranks=3, chosen=own, **options), wanted) < EXACT
     first = every[..., :3].contiguous()
 
     def attend(q: Tensor) -> Tensor:
@@ -184,7 +235,7 @@ def test_what_is_refused() -> None:
     q, k, v = torch.randn(3, 1, 4, 16, 8)
     chosen = torch.zeros(1, 1, 16, 2, dtype=torch.int32)
     for options, text in (
-        ({"kernel": "aten_cpu"}, "kernel aten_cpu takes no chosen keys"),
+        ({"kernel": "aten_cuda"}, "kernel aten_cuda has no chosen"),
         ({"schedule": "ulysses(2)"}, "with chosen= would move the choices"),
         ({"rotate": "q"}, "with chosen= would move the choices"),
         ({"block": 0}, "block"),
