@@ -82,8 +82,8 @@ def ring_attention(
         not checked: -inf gives the key no weight, inf gives it all weight (out 0, lse 1e30), NaN makes out NaN.
     chosen: the keys to which each query attends, among those that it sees by the pattern: positions, int32 or int64
         [B, groups, n, k], -1 for none, on all ranks or on none; `ringattn.top_keys` chooses them. With `block`, the
-        numbers of blocks of that many positions. Each group is as many adjacent query heads. Computed by kernel
-        "reference" and pass-KV, not with ulysses.
+        numbers of blocks of that many positions. Each group is as many adjacent query heads. Computed by kernels
+        "aten_cpu" and "reference" and pass-KV, not with ulysses.
     return_lse: also return the log-sum-exp of the scaled logits, including the sink's.
     options: `schedule`, `kernel`, `machine`, `scale`, `deterministic`, `comm_dtype`, `rotate`, `softcap`,
         `dropout`, `check` and `reproducible`, see `call.arguments.AttentionOptions`.
@@ -255,12 +255,12 @@ def attention(
     position of the first query, there may be more or fewer queries than keys; the keys start at position 0.
 
     offload="host" computes on `device` (default: CUDA if available, else the CPU) a sequence that need not fit there.
-    q, k and v are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU tensors, too.
-    Chunks of at most `chunk` rows are virtual ranks that run one after another; by default `call.offload.chunk_rows`
-    chooses `chunk` from the free memory of the device. At any time the device holds the queries and the K/V rows of one
-    chunk, and two buffers for the K/V rows of others that these queries see: one in use, one being filled. Device
-    memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for fp64). A `key_padding_mask` costs
-    copies of q, k and v in host memory.
+    q, k and v, or Rows, are CPU tensors, ordinary, pinned or mapped from a file; out, lse and the gradients are CPU
+    tensors, too. Chunks of at most `chunk` rows are virtual ranks that run one after another; by default
+    `call.offload.chunk_rows` chooses `chunk` from the free memory of the device. At any time the device holds the
+    queries and the K/V rows of one chunk, and two buffers for the K/V rows of others that these queries see: one in
+    use, one being filled. Device memory does not grow with N. dK and dV are summed in host memory in fp32 (fp64 for
+    fp64). A `key_padding_mask` costs copies of q, k and v in host memory.
     """
     options: AttentionKeywords = {
         "kernel": kernel,
@@ -296,27 +296,24 @@ def attention(
     k, v, pattern = read_arguments(k, v, pattern)
     if reproducible is not None:
         raise Unsupported(f"offload='host' cuts by memory, not by leaves; leave out reproducible={reproducible}")
-    if chosen is not None:
-        raise Unsupported("offload='host' takes no chosen keys; leave out one")
-    if isinstance(k, Rows):
-        raise Unsupported("offload='host' copies k and v, not Rows to expand; pass k and v, or leave out offload=")
     check_chunk(chunk)
     where = get_device(device)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    tensors = (("k", k), ("v", v)) if not isinstance(k, Rows) else [("a tensor of Rows", x) for x in k.tensors]
+    for name, x in (("q", q), *tensors):
         if isinstance(x, Tensor) and x.device.type != "cpu":
             raise InvalidInput(
-                f"offload='host' copies from host memory, but {name} is on {x.device}; pass {name}.cpu(), or leave out "
+                f"offload='host' copies from host memory, but {name} is on {x.device}; pass its cpu(), or leave out "
                 "offload="
             )
     q, k, v = cast_inputs(q, k, v)
     options["schedule"] = "direct"
     call = compile_call(
         q, k, v, pattern, "contiguous", options,
-        key_padding_mask=key_padding_mask, sinks=sinks, return_lse=return_lse, device=where,
+        key_padding_mask=key_padding_mask, sinks=sinks, chosen=chosen, block=block, return_lse=return_lse, device=where,
     )  # fmt: skip
     runner = make_offload(call, chunk=chunk, backward=call.requires_grad)
-    q, k, v = call.hide(q, k, v, key_padding_mask)
-    return runner.of_call(sinks).run(q, k, v)
+    runner = runner.of_call(k, sinks, chosen)
+    return runner.run(*call.hide(q, k, v, key_padding_mask))
 
 
 #: One transport per process group. An entry ends with its group.

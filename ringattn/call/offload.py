@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, cached
-from ..dtypes import ITEM_BYTES
+from ..dtypes import ITEM_BYTES, ROW_BYTES
 from ..errors import InvalidInput, OutOfMemory, Unsupported
 from ..kernels.base import wide
 from ..kernels.contract import Tensors
-from ..kernels.memory import empty
+from ..kernels.expand import CHUNK_BYTES
+from ..kernels.memory import differentiable, empty, wide_zeros
 from ..pattern.base import check_integer
 from ..plan.plan import Plan
 from ..plan.schedules.direct import PullSchedule
-from ..plan.steps import Hop, RankPlan, Step
-from ..runtime.host import Host, Storage
+from ..plan.steps import Hop, Kind, PlanSizes, RankPlan, Step
+from ..runtime.host import Host, Storage, stored_names
 from ..runtime.passes import backward, forward
 from ..runtime.peak_memory import available
 from ..runtime.ring import ForwardResult, Job
@@ -36,6 +37,8 @@ from .planner import PLANS, make_plan
 SHARE = 0.5
 #: A chosen chunk is a multiple of this many rows, unless it is shorter.
 MULTIPLE = 128
+#: The bytes of keys and values that are expanded at a time, with their gradients.
+EXPANDED = 4 * CHUNK_BYTES
 #: The bytes of steps that a plan caches. Few, because each chunk runs once per pass.
 STEPS = 1 << 22
 
@@ -87,72 +90,92 @@ class OffloadRunner(Runner):
     device: torch.device
     counters: Counters = field(default_factory=Counters, compare=False)
 
-    def of_call(self, sinks: Tensor | None) -> OffloadRunner:
-        """A copy of this runner for one call, with the sinks of the call and, if the call has dropout, a seed."""
-        return replace(self, kernel=self.kernel.seeded(), sinks=None if sinks is None else sinks.to(self.device))
+    def of_call(self, rows: Any, sinks: Tensor | None, chosen: Tensor | None) -> OffloadRunner:
+        """A copy of this runner for one call, with k or what is expanded, and, if the call has dropout, a seed."""
+        sinks, chosen = (None if x is None else x.to(self.device) for x in (sinks, chosen))
+        kernel = self.call.expanding(self.kernel.seeded(), rows)
+        return replace(self, kernel=kernel, sinks=sinks, chosen=chosen)
+
+    @cached_property
+    def names(self) -> dict[Kind, tuple[str, ...]]:
+        """The names of the stored tensors of blocks and of their gradients."""
+        return stored_names(self.plan)
 
     def job(self, rank: int, tensors: Tensors = ()) -> Job:
         return replace(super().job(rank, tensors), lse=False, cast_grads=False)
 
     def forward(self, q: Tensor, tensors: Tensors, save: bool) -> ForwardResult:
         """out [B, H, N, Dv] and lse [B, H, N] in host memory. Nothing stays on the device."""
-        (batch, heads, tokens, _), (k, v) = q.shape, tensors
-        out = empty((batch, tokens, heads, v.shape[-1]), q.dtype, q.device).transpose(1, 2)
+        batch, heads, tokens, _ = q.shape
+        out = empty((batch, tokens, heads, self.plan.value_dim), q.dtype, q.device).transpose(1, 2)
         lse = empty((batch, heads, tokens), wide(q.dtype), q.device)
-        self.compute(HostTensors({"q": q, "k": k, "v": v, "out": out, "lse": lse}))
+        self.compute(HostTensors({"q": q, **self._name(tensors), "out": out, "lse": lse}), tensors[self.count :])
         return ForwardResult(out, lse, ())
+
+    def _name(self, tensors: Tensors) -> dict[str, Tensor]:
+        """The tensors of a block, which come before its weights, by their names in storage."""
+        return dict(zip(self.names["kv"], tensors, strict=False))
 
     def backward(
         self, grad: Tensor, grad_lse: Tensor | None, q: Tensor, tensors: Tensors, result: ForwardResult
     ) -> Tensors:
         """dq, dk, dv in host memory. dk and dv are summed in fp32 (fp64 for fp64 inputs) and cast at the end."""
-        dq, (k, v) = torch.empty_like(q), tensors
-        dk, dv = (empty(x.shape, wide(x.dtype), x.device) for x in (k, v))
-        stored = {"q": q, "k": k, "v": v, "out": result.out, "lse": result.lse, "dout": grad}
+        dq, block = torch.empty_like(q), differentiable(tensors[: self.count])
+        sums = [empty(x.shape, wide(x.dtype), x.device) for x in block]
+        stored = {"q": q, **self._name(tensors), "out": result.out, "lse": result.lse, "dout": grad, "dq": dq}
         if grad_lse is not None:
             stored["dlse"] = grad_lse
-        stored |= {"dq": dq, "dk": dk, "dv": dv}
-        self.differentiate(HostTensors(stored), lse=grad_lse is not None)
+        stored |= zip(self.names["grad"], sums, strict=True)
+        of_weights = self.differentiate(HostTensors(stored), tensors[self.count :], lse=grad_lse is not None)
         del stored
-        dk = dk.to(k.dtype)  # two statements: the first fp32 sum is freed before the second is cast
-        dv = dv.to(v.dtype)
-        return dq, dk, dv
+        # One after another: an fp32 sum is freed before the next one is cast.
+        return dq, *(sums.pop(0).to(x.dtype) for x in block), *of_weights
 
-    def compute(self, storage: Storage) -> None:
-        """Read q, k and v from storage, and write out and lse to storage."""
+    def compute(self, storage: Storage, weights: Tensors = ()) -> None:
+        """Read q, k and v, or what `weights` expand, from storage, and write out and lse to storage."""
         host = Host(self.plan, storage, self.device, self.counters)
-        sign = self.call.sign
+        sign, weights = self.call.sign, self._move(weights)
         for rank, rows in self._shards():
-            q, k, v = host.load("qkv", rows)
+            q, *block = host.load(("q", *self.names["kv"]), rows)
             target = storage.rows("out", rows)
             direct = target if target.device == self.device else None  # on a CPU the executor writes to storage
-            program = forward(self.job(rank), q if sign == 1 else q * sign, (k, v), save=False, out=direct)
+            job = self.job(rank, (*block, *weights))
+            program = forward(job, q if sign == 1 else q * sign, tuple(block), save=False, out=direct)
             result = host.run(program, self.plan.for_rank(rank).forward)
             written = {"lse": result.lse} if direct is not None else {"lse": result.lse, "out": result.out}
             host.store(rows, written)
         host.finish()
 
-    def differentiate(self, storage: Storage, *, lse: bool = False) -> None:
+    def differentiate(self, storage: Storage, weights: Tensors = (), *, lse: bool = False) -> Tensors:
         """Run the backward: read inputs, results and output gradients from storage, and write dq, dk and dv to it.
 
         Reads q, k, v, out, lse, dout, and with lse=True also dlse. dk and dv are summed in storage, in fp32 (fp64 for
-        fp64 inputs).
+        fp64 inputs). Returns the gradients of those of the weights that require one, in host memory.
         """
         host = Host(self.plan, storage, self.device, self.counters)
-        sign = self.call.sign
+        sign, weights, names = self.call.sign, self._move(weights), self.names
+        of_weights = [wide_zeros(x) for x in weights if x.requires_grad]
         for _, rows in self._shards():
-            for name in ("dk", "dv"):
+            for name in names["grad"]:
                 storage.rows(name, rows).zero_()
         for rank, rows in self._shards():
-            names = ("q", "k", "v", "out", "lse", "dout", *(("dlse",) if lse else ()))
-            q, k, v, out, total, grad, *grad_lse = host.load(names, rows)
+            given = ("q", "out", "lse", "dout", *(("dlse",) if lse else ()))
+            q, out, total, grad, *grad_lse = host.load(given, rows)
+            block = tuple(host.load(names["kv"], rows))
             q = q if sign == 1 else q * sign
-            result = ForwardResult(out, total, ())
-            program = backward(self.job(rank), grad, grad_lse[0] if lse else None, q, (k, v), result)
-            dq, dk, dv = host.run(program, self.plan.for_rank(rank).backward)
+            job, result = self.job(rank, (*block, *weights)), ForwardResult(out, total, ())
+            program = backward(job, grad, grad_lse[0] if lse else None, q, block, result)
+            dq, *others = host.run(program, self.plan.for_rank(rank).backward)
             host.store(rows, {"dq": dq if sign == 1 else dq * sign})
-            host.store(rows, {"dk": dk, "dv": dv}, add=True)
+            host.store(rows, dict(zip(names["grad"], others, strict=False)), add=True)
+            for total, part in zip(of_weights, others[len(names["grad"]) :], strict=True):
+                total += part
         host.finish()
+        return tuple(x.cpu() for x in of_weights)
+
+    def _move(self, weights: Tensors) -> Tensors:
+        """The weights on the device."""
+        return tuple(x.detach().to(self.device).requires_grad_(x.requires_grad) for x in weights)
 
     def _shards(self) -> list[tuple[int, range]]:
         """(rank, rows) of every rank that has rows; empty for an empty batch."""
@@ -219,7 +242,7 @@ def get_device(device: torch.device | str | None) -> torch.device:
 
 
 def row_bytes(
-    *, heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool
+    *, heads: int, head_dim: int, value_dim: int, dtype: str, batch: int, backward: bool, **named: Any
 ) -> tuple[int, int]:
     """(device bytes for each row of a chunk, host bytes for each row of the results).
 
@@ -234,17 +257,18 @@ def row_bytes(
     - with w bytes per number: dq, dk, dv, the gradients of two visits, four buffers for keys and values or their
       gradients and, if the kernel computes in fp32, fp32 copies of q, out, dO, and the chunk's own keys and values;
     - lse.
+    Rows that are expanded count instead of keys and values; a chunk of these comes on top, see `chunk_rows`.
     """
-    item = ITEM_BYTES[dtype]
-    w, pair = max(item, 4), kv_heads * (head_dim + value_dim)
+    sizes = PlanSizes(heads=heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype, **named)
+    item, w = ITEM_BYTES[dtype], max(ITEM_BYTES[dtype], 4)
+    pair, sums = (sum(n * width * ROW_BYTES[of] for n, width, of in sizes.tensors(kind)) for kind in ("kv", "grad"))
     results = heads * (value_dim * item + w)
     if backward:
-        results += heads * head_dim * item + pair * (w + item)
-        own = heads * (head_dim + 2 * value_dim) + pair
-        numbers = own * (item + w) + (3 * (heads * head_dim + pair) + 4 * pair) * w
+        results += heads * head_dim * item + sums + pair
+        size = heads * ((head_dim + 2 * value_dim) * (item + w) + 3 * head_dim * w) + pair + 8 * sums
     else:
-        numbers = (heads * (head_dim + value_dim) + 3 * pair) * item + (heads * (head_dim + 2 * value_dim) + pair) * w
-    return batch * (numbers + 16 * heads), batch * results
+        size = heads * (head_dim + value_dim) * item + 3 * pair + heads * (head_dim + 2 * value_dim) * w + sums
+    return batch * (size + 16 * heads), batch * results
 
 
 def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: Any) -> int:
@@ -256,12 +280,13 @@ def chunk_rows(tokens: int, *, device: torch.device, backward: bool, **sizes: An
     OutOfMemory if one row does not fit.
     """
     per_row, result_bytes = row_bytes(backward=backward, **sizes)
+    expanded = EXPANDED if "block" in sizes else 0
     if device.type == "cuda":
         # The driver does not count memory that torch's allocator has reserved but not used; it is free for us.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free, where = torch.cuda.mem_get_info(device)[0] + idle, str(device)
+        free, where = torch.cuda.mem_get_info(device)[0] + idle - expanded, str(device)
     else:
-        free, where = available() - tokens * result_bytes, "host memory"
+        free, where = available() - tokens * result_bytes - expanded, "host memory"
     rows = int(free * SHARE) // max(per_row, 1)
     if rows < 1 and tokens:
         raise OutOfMemory(

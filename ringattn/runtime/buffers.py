@@ -320,16 +320,8 @@ class RankState(StepMessages):
         sources = [part] if part in present else [x for x in present if (x.kind, x.owner) == (part.kind, part.owner)]
         for source in sources:
             tensors = self.blocks[source] if is_block else self.sums(source)
-            for rows in self._shared_rows(part, source):
+            for rows in shared_rows(self.plan, part, source):
                 self.recorder.copy(views, tensors, rows)
-
-    def _shared_rows(self, target: Part, source: Part) -> tuple[RowCopy, ...]:
-        """The rows that a part shares with another part of its block."""
-        heads, rows = self.plan.part_heads(target.kind), self.plan.layout_of(target.kind).rows(target.owner)
-        copies = find_copies(target.row_set, source.row_set, heads, rows)
-        if self.plan.block is None or target.kind not in OF_KEYS:
-            return copies
-        return tuple(replace(rows, to_heads=EVERY_HEAD, from_heads=EVERY_HEAD) for rows in copies)
 
     def _take_in(self, part: Part, buffer: Buffer) -> None:
         """Take in one part that has arrived in `buffer`."""
@@ -353,7 +345,7 @@ class RankState(StepMessages):
             return
         sums = [Part(part.kind, part.owner)] if part.owner == self.rank else self.summed[part.owner]
         for summed in sums:
-            for rows in self._shared_rows(summed, part):
+            for rows in shared_rows(self.plan, summed, part):
                 self.recorder.add(part.kind, self.sums(summed), views, rows)
         self.recorder.drop(buffer, part)
 
@@ -391,6 +383,15 @@ def _last_uses(steps: Sequence[Step]) -> dict[tuple[bool, int], int]:
 def _use(part: Part) -> tuple[bool, int]:
     """A key that is equal for parts that are used and freed together: all parts of an owner's block, or of its sum."""
     return part.kind in SUMS, part.owner
+
+
+def shared_rows(plan: Plan, target: Part, source: Part) -> tuple[RowCopy, ...]:
+    """The rows that a part shares with another part of its block."""
+    heads, rows = plan.part_heads(target.kind), plan.layout_of(target.kind).rows(target.owner)
+    copies = find_copies(target.row_set, source.row_set, heads, rows)
+    if plan.block is None or target.kind not in OF_KEYS:
+        return copies
+    return tuple(replace(rows, to_heads=EVERY_HEAD, from_heads=EVERY_HEAD) for rows in copies)
 
 
 @cached

@@ -10,18 +10,25 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..dtypes import ITEM_BYTES
 from ..plan.plan import Plan
-from ..plan.row_sets import ALL_ROWS, find_copies
+from ..plan.row_sets import ALL_ROWS
 from ..plan.steps import Hop, Kind, Step
 from ..transport.base import Counters, Post, Program, drive
-from .buffers import message_views
+from .buffers import message_views, shared_rows
 from .tensors import RowIndex, move_rows
 
 T = TypeVar("T")
-#: The names of the stored tensors whose rows a part of a message holds.
-STORED: dict[Kind, tuple[str, str]] = {"kv": ("k", "v"), "grad": ("dk", "dv")}
 #: The most copies in flight per direction before the host waits. Bounds the pinned memory.
 UNDER_WAY = 2
+
+
+def stored_names(plan: Plan) -> dict[Kind, tuple[str, ...]]:
+    """The names of the stored tensors whose rows a part of a message holds: of a block, and of its gradients."""
+    tensors = plan.tensors("kv")
+    names = ("k", "v") if plan.block is None else tuple(f"row tensor {i}" for i in range(len(tensors)))
+    with_gradients = (name for name, (*_, dtype) in zip(names, tensors, strict=True) if dtype in ITEM_BYTES)
+    return {"kv": names, "grad": tuple(f"d{name}" for name in with_gradients)}
 
 
 class Storage(Protocol):
@@ -42,6 +49,7 @@ class Host:
 
     def __init__(self, plan: Plan, storage: Storage, device: torch.device, counters: Counters) -> None:
         self.plan, self.storage, self.device, self.counters = plan, storage, device, counters
+        self.names = stored_names(plan)
         #: The planned messages of the running rank by peer, tag, and whether the rank sends the message.
         self._hops: dict[tuple[int, int, bool], Hop] = {}
         self._inbound, self._outbound = (_Direction(device, inward=inward) for inward in (True, False))
@@ -101,10 +109,9 @@ class Host:
         tensors = message_views(data, self.plan, hop.parts)
         for part in hop.parts:
             (rows,) = self.plan.layout.shard(part.owner)
-            target, source = (ALL_ROWS, part.row_set) if add else (part.row_set, ALL_ROWS)
-            copies = find_copies(target, source, self.plan.part_heads(part.kind), len(rows))
-            views = tensors[part]
-            for name, x in zip(STORED[part.kind], views, strict=True):
+            whole = part._replace(row_set=ALL_ROWS)
+            copies = shared_rows(self.plan, *((whole, part) if add else (part, whole)))
+            for name, x in zip(self.names[part.kind], tensors[part], strict=True):
                 stored = self.storage.rows(name, rows)
                 to, of = (stored, x) if add else (x, stored)
                 for shared in copies:

@@ -86,14 +86,14 @@ class LatentCase:
         loss = (out * grad).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * grad_lse).sum()
         return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
-    def solve(self, **more: Any) -> list[Tensor]:
-        """The same by `virtual_attention` with Rows."""
+    def solve(self, call: Callable[..., Any] = ra.virtual_attention, **more: Any) -> list[Tensor]:
+        """The same by `call` with Rows."""
         leaves, q, rows, weights = self.leaves()
         sinks = None if self.sinks is None else self.sinks.clone().requires_grad_()
         leaves += [] if sinks is None else [sinks]
         given = ra.Rows(*rows, expand=self.expand, weights=weights, chunk=self.chunk)
         options = {**self.options, **more}
-        out, lse = ra.virtual_attention(
+        out, lse = call(
             q, given, self.pattern, key_padding_mask=self.mask, sinks=sinks, chosen=self.chosen, block=self.block,
             return_lse=True, **options,
         )  # fmt: skip
