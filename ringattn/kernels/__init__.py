@@ -52,8 +52,9 @@ def get_kernel(
     """The kernel called `name`, checked against q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv].
 
     "auto" chooses one of this package's kernels by the device, see `AUTO`, or "reference" if that cannot compute a
-    `softcap` or `dropout`, leaves (`reproducible`) or `chosen` keys. An explicit name is never replaced by another kernel: raises
-    InvalidInput for an unknown name, and Unsupported if the kernel cannot compute these tensors or options.
+    `softcap` or `dropout`, leaves (`reproducible`) or `chosen` keys. An explicit name is never replaced by another
+    kernel: raises InvalidInput for an unknown name, and Unsupported if the kernel cannot compute these tensors or
+    options.
     """
     if q.is_meta and q.device.type not in AUTO:
         raise InvalidInput("q is on the meta device and has no values; try to_empty(device='cpu') and load them")

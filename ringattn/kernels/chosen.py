@@ -22,9 +22,9 @@ from .pad import crop_to
 ROWS = 16
 #: The most rows whose choices are searched at once, and the most pairs of a call, which has a mask for them.
 SPLIT_ROWS, CALL_PAIRS = 2048, 1 << 22
-#: FLOPs that take as long as copying a number of a key and adding its gradient, and as a call of a kernel (estimated).
+#: FLOPs that take as long as copying a number of a key and adding its gradient, and as a call; estimated.
 COPY_FLOPS, CALL_FLOPS = 64, 1 << 21
-#: Rows and keys of a tile of scores. All tiles have this shape: the bits of a score then depend only on its row and key.
+#: Rows and keys of a tile of scores. All have this shape: the bits of a score then depend only on its row and key.
 TILE_ROWS, TILE_KEYS = 16, 256
 
 
@@ -135,8 +135,8 @@ class ChosenKeys(Kernel):
                 for element in range(len(chosen)):
                     choices, marks = chosen[element, heads.start], numbers[element, kv.start]
                     for rows, columns, hidden in _cut_tiles(choices, marks, work, *costs):
-                        _, height, width = map(range, hidden.shape)
-                        part = Work(range(len(heads)), range(len(kv)), height, (width,), 0)
+                        _, of_q, of_k = map(range, hidden.shape)
+                        part = Work(range(len(heads)), range(len(kv)), of_q, (of_k,), 0)
                         object.__setattr__(part, "hidden", hidden)
                         slices = slice(heads.start, heads.stop), slice(kv.start, kv.stop), rows
                         yield Tile(element, *slices, columns, part)

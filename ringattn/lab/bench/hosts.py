@@ -82,10 +82,12 @@ class Hosts:
 
     def set_rate(self, host: int, bandwidth: float) -> None:
         """Let the link of a host carry `bandwidth` bytes per second in each direction."""
-        burst = max(bandwidth / TICKS, SEGMENT) * 1.1
-        shape = f"root tbf rate {bandwidth * 8:.0f}bit burst {burst:.0f} latency 200ms"
         for place in (f"-n {self.tag}h{host} qdisc replace dev eth0", f"qdisc replace dev {self.tag}v{host}"):
-            _call("tc", *place.split(), *shape.split())
+            _call("tc", *place.split(), *_shape(bandwidth))
+
+    def hold(self, bandwidth: float) -> None:
+        """Let the host of this process send at most `bandwidth` bytes per second, and no more than its link carries."""
+        _call("tc", "qdisc", "replace", "dev", "eth0", *_shape(bandwidth))
 
     def set_link(self, host: int, state: str) -> None:
         """Set the link of a host "up" or "down"."""
@@ -122,6 +124,12 @@ def make_hosts(cluster: Cluster, *, ipv6: bool = False) -> Iterator[Hosts]:
                 _call(*inside, "link", "set", link, "up")
             hosts.set_rate(i, cluster.bandwidth)
         yield hosts
+
+
+def _shape(bandwidth: float) -> list[str]:
+    """The words of tc that hold a link to `bandwidth` bytes per second."""
+    burst = max(bandwidth / TICKS, SEGMENT) * 1.1
+    return f"root tbf rate {bandwidth * 8:.0f}bit burst {burst:.0f} latency 200ms".split()
 
 
 def _call(*command: str) -> None:
