@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -48,12 +50,12 @@ def backward(
     column, grad = yield from enter.perform(run, (column.unsqueeze(-1), grad), label)
     grad_lse = None if grad_lse is None else column.squeeze(-1)
     result = ForwardResult(out, lse, tuple(saved))
-    gradients = yield from inner(job, lambda: run, grad, grad_lse, q, block, result)
+    gradients = yield from inner(replace(job, cast_grads=False), lambda: run, grad, grad_lse, q, block, result)
     label = f"backward step {leave.index}, exchange of dq, dk and dv"
     count = 1 + len(differentiable(block))
     dq, *of_keys = yield from leave.perform(run, gradients[:count], label)
     heads = [heads for heads, *_ in job.plan.tensors("grad")]
-    return dq, *map(_sum_copies, of_keys, heads), *gradients[count:]
+    return job.cast((dq, *map(_sum_copies, of_keys, heads), *gradients[count:]), q, *block)
 
 
 def _sum_copies(gradient: Tensor, heads: int) -> Tensor:

@@ -157,6 +157,16 @@ def test_the_bytes_sent_are_those_of_the_plan(schedule: str, kind: str, monkeypa
                 assert f"{counters.sent_bytes:,} B in" in listed
 
 
+def test_gradients_of_rows_travel_in_fp32_within_a_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, case = counted(monkeypatch), make_latents("mla", 41, ra.Causal(), batch=1)
+    narrow = replace(case, **{x: [y.bfloat16() for y in getattr(case, x)] for x in ("rows", "weights")})
+    replace(narrow, q=case.q.bfloat16()).solve(ranks=4, schedule="ulysses(2)")
+    sizes: dict[str, Any] = {"tokens": 41, "heads": HEADS, "head_dim": 12, "value_dim": 6, "dtype": "bfloat16"}
+    plan = ra.make_plan(ra.Causal(), ranks=4, schedule="ulysses(2)", block=((1, 16), (1, 4)), **sizes)
+    assert [x.sent_bytes for x in made[-1].counters] == [plan.bytes_sent(rank, backward=True) for rank in range(4)]
+    assert plan.exchange_tensors("dqkv", 2)[1:] == ((1, 16, "float32"), (1, 4, "float32"))
+
+
 def test_a_token_of_deepseek_v3_is_576_numbers() -> None:
     sizes: dict[str, Any] = {"tokens": 4096, "ranks": 4, "layout": "zigzag", "schedule": "ring", "dtype": "bfloat16"}
     latent = ra.make_plan(
