@@ -260,8 +260,8 @@ def _find(spelled: dict[str, Any]) -> Any:
     found = NUMBERED.get(spelled["number"]) if "number" in spelled else _objects.get(spelled["object"])
     if found is None:
         raise InvalidInput(
-            "a pattern, layout or group of this compiled call was freed; keep all that you pass to a compiled "
-            "function alive until its backward has run"
+            "a pattern, layout, group or expand= of this compiled call was freed; make it outside of the compiled "
+            "function, expand= not as a functools.partial, and keep it alive until the backward has run"
         )
     return found
 

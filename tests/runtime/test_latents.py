@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -297,6 +298,36 @@ def test_checkpoints_and_graphs() -> None:
     if torch.__version__ >= "2.12":
         compiled: Any = torch.compile(loss, backend="aot_eager", fullgraph=True)
         assert max(map(distance, solve(compiled), wanted)) < EXACT
+
+
+def whole_heads(c: Tensor, w: Tensor) -> Any:
+    """k and v of width 12 and 6, as a function of a module."""
+    return (c @ w).split((12, 6), -1)
+
+
+class Heads(torch.nn.Module):
+    def forward(self, c: Tensor, w: Tensor) -> Any:
+        return whole_heads(c, w)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="older torch.compile leaves attention out of its graphs")
+def test_what_expand_may_be_in_a_compiled_function() -> None:
+    q, c, w = (torch.randn(*shape, requires_grad=True) for shape in ((1, 2, 24, 12), (1, 1, 24, 8), (2, 8, 18)))
+
+    def attend(*expands: Any) -> Tensor:
+        given = expands or (lambda c, w: whole_heads(c, w),)
+        rows = [ra.Rows(c, expand=expand, weights=(w,)) for expand in given]
+        return torch.stack([ra.virtual_attention(q, x, ra.Causal(), ranks=2) for x in rows])
+
+    compiled: Any = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expands = whole_heads, lambda c, w: whole_heads(c, w), Heads(), Heads().forward
+    found, wanted = (call(*expands).square().sum((1, 2, 3, 4)) for call in (compiled, attend))
+    assert torch.equal(found, wanted) and len({*found.tolist()}) == 1
+    grads = (torch.autograd.grad(x.sum(), (q, c, w)) for x in (found, wanted))
+    assert all(map(torch.equal, *grads))
+    for expands in ((partial(whole_heads),), ()):
+        with pytest.raises(RuntimeError, match="make it outside of the compiled function, expand= not as a functools"):
+            compiled(*expands)
 
 
 def test_autocast_casts_rows_and_weights() -> None:
