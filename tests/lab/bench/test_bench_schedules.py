@@ -1,4 +1,4 @@
-"""Suite "schedules": what its columns run is right, and what its notes promise is counted. No time is asserted."""
+"""Suites "schedules" and "latents": what columns run is right, what notes promise is counted; no time is asserted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ringattn.cli.run_job import Run
 from ringattn.lab.bench import get_cases, runner
 from ringattn.lab.bench.calls import plan_ring
 from ringattn.lab.bench.case import HEAD_DIM, HEADS, TOLERANCES, BenchCase, BenchColumn
-from ringattn.lab.bench.hosts import Cluster, make_hosts
-from ringattn.lab.bench.suites import schedules
+from ringattn.lab.bench.hosts import Cluster, Hosts, make_hosts
+from ringattn.lab.bench.suites import latents, schedules
 
 CLUSTER = Cluster(2, 2, 1e9)
 
@@ -118,6 +118,25 @@ def test_outer_bytes_are_those_of_the_formula(nodes: int, ranks_per_node: int) -
         row = 16 * 2 * HEADS * 4  # lse and delta
         assert count("ring", "backward") == 3 * (block + row) + 3 * block // 2  # q and dout, and dq
         assert count("double_ring(2)", "backward") == 2 * block
+
+
+def measure_latents(rank: int, hosts: Hosts) -> dict[str, Any]:
+    return runner.measure_case(latents.list_cases(48)[0], rank, hosts, 2)
+
+
+@pytest.mark.multi
+def test_heads_and_latents_alternate_over_both_links() -> None:
+    skip_without_hosts()
+    case = latents.list_cases(48)[0]
+    assert case.cluster is not None
+    with make_hosts(case.cluster) as hosts:
+        raw = hosts.run(measure_latents, hosts, timeout=90, threads=1)
+    columns = ["heads_400", "latents_400", "heads_free", "latents_free"]
+    assert all([*x["times"]] == columns == [*x["errors"]] for x in raw)
+    record = runner.summarise_case(case, raw)
+    assert [x["target"] for x in record["ratios"]] == [None, 1 / 1.2, None]
+    text, met = latents.SUITE.conclude([record])  # type: ignore[misc]
+    assert "float32: at 400 Mbit/s latents take" in text and met is not None
 
 
 def test_every_promise_is_a_target() -> None:
