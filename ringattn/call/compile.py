@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from .arguments import (
     check_option_names,
     check_sinks,
     check_tensors,
+    computing,
     looks_swapped,
     read_dropout,
 )
@@ -76,6 +77,8 @@ class CompiledCall:
     factor: float
     #: (groups, k, positions of a block) of the chosen keys; None if queries attend to all keys that they see.
     chosen: tuple[int, int, int] | None
+    #: `Rows.travel`; "rows" without Rows.
+    travel: str
     #: The number that hides padded keys, see `hide_keys`; None without a mask.
     column: float | None
     #: Rows with lse below this number have seen padded keys only; None without a mask.
@@ -111,26 +114,35 @@ class CompiledCall:
         q, *others = self.hide(q, k, v, mask)
         return (q if self.sign == 1 else q * self.sign), *others
 
-    def expanding(self, kernel: VisitKernel, rows: Any) -> VisitKernel:
-        """The kernel that expands `rows` at each visit and then computes as `kernel`; for k, `kernel` itself."""
-        if not isinstance(rows, Rows):
-            return kernel
-        from ..kernels.expand import CHUNK_BYTES, Expanding  # few calls expand rows
+    def expanding(
+        self, plan: Plan, kernel: VisitKernel, rows: Any, tensors: Sequence[Tensor]
+    ) -> tuple[VisitKernel, Sequence[Tensor]]:
+        """The kernel that expands `rows` at each visit and then computes as `kernel`, and its tensors, from `prepare`.
 
+        For k, or if keys and values travel by this plan, `kernel` itself, and k and v.
+        """
+        if not isinstance(rows, Rows):
+            return kernel, tensors
+        from ..kernels.expand import CHUNK_BYTES, Expanding, expand_rows  # few calls expand rows
+
+        assert rows.expand is not None
+        if plan.block is None:
+            count = len(self.sizes["block"])
+            with computing(self.device):
+                return kernel, expand_rows(rows.expand, tuple(tensors[:count]), tuple(tensors[count:]), self.column)
         sizes = self.sizes
         per_row = (
             sizes["batch"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["value_dim"]) * ITEM_BYTES[sizes["dtype"]]
         )
         chunk = rows.chunk or max(CHUNK_BYTES // max(per_row, 1), 1)
         group = sizes["heads"] // sizes["kv_heads"]
-        assert rows.expand is not None
-        return Expanding(kernel, rows.expand, group, chunk, self.column, rows.takes_heads)
+        return Expanding(kernel, rows.expand, group, chunk, self.column, rows.takes_heads), tensors
 
     @property
     def chooses(self) -> bool:
-        """Whether predicted times choose the schedule, or which tensors travel in the forward."""
+        """Whether predicted times choose the schedule, or which tensors travel."""
         by_time = self.q_layout is not None and parse_rotate(self.options.rotate, both=True)[0] == "auto"
-        return by_time or self.options.schedule == "auto"
+        return by_time or self.options.schedule == "auto" or self.travel == "auto"
 
     def machine(self) -> Machine:
         """The machine on which the times of schedules and layouts are predicted, to choose among them."""
@@ -142,17 +154,17 @@ class CompiledCall:
     def plan(self, tokens: int, q_tokens: int, ranks: int, layout: str | Layout, q_layout: str | Layout | None) -> Plan:
         """The plan of the call for `tokens` keys and `q_tokens` queries in all, on these layouts."""
         options = self.options
-        return find_plan(
-            self.pattern,
-            PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}}),
-            tokens=tokens,
-            ranks=ranks,
-            layout=layout,
-            q_layout=q_layout,
-            q_tokens=q_tokens,
-            schedule=options.schedule,
-            machine=self.machine() if layout == "auto" or self.chooses else None,
-        )
+        machine = self.machine() if layout == "auto" or self.chooses else None
+        sizes = PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}})
+        named: Any = {"tokens": tokens, "ranks": ranks, "q_layout": q_layout, "q_tokens": q_tokens}
+        make = partial(find_plan, self.pattern, schedule=options.schedule, machine=machine, **named)
+        plan = make(sizes, layout=layout)
+        if self.travel != "auto" or ranks == 1:
+            return plan
+        from ..simulator.timing.auto import choose_form  # few calls choose
+
+        assert machine is not None
+        return choose_form(plan, make(replace(sizes, block=None), layout=plan.layout.base), machine)
 
 
 def _count_bytes(answer: object) -> int:
@@ -184,7 +196,7 @@ def compile_call(
     if rows is not None:
         rows.check()
         k, v = rows.sample()
-        block = (*rows.tensors, rows.requires_grad, k, v)
+        block = (*rows.tensors, rows.requires_grad, rows.travel, k, v)
     make = partial(_compile, q, k, v, pattern, layout, options, rows=rows, **named)
     if getattr(pattern, "transient", True) and not isinstance(pattern, str):
         return make()
@@ -312,6 +324,7 @@ def _compile(
         sign=sign,
         factor=factor,
         chosen=choice,
+        travel="rows" if rows is None else rows.travel,
         column=column,
         floor=None if column is None else -EXTRA * abs(resolved.scale) * column**2 / 2,
     )

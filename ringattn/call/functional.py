@@ -113,7 +113,8 @@ def ring_attention(
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            runner = Runner(call, plan, call.expanding(kernel, k), sinks, ring, number, deferred, chosen)
+            kernel, tensors = call.expanding(plan, kernel, k, tensors)
+            runner = Runner(call, plan, kernel, sinks, ring, number, deferred, chosen)
         result = runner.run(q, *tensors)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
             ring.synchronize()
@@ -223,7 +224,8 @@ def virtual_attention(
     # A q_layout such as "shifted(auto, 0)" follows the layout that is chosen.
     layouts = ("auto", q_layout) if layout == "auto" else (layout, call.q_layout)
     plan = call.plan(call.rows, call.q_rows, int(ranks), *layouts)
-    return Runner(call, plan, call.expanding(call.kernel.seeded(), k), sinks, chosen=chosen).run(q, *tensors)
+    kernel, tensors = call.expanding(plan, call.kernel.seeded(), k, tensors)
+    return Runner(call, plan, kernel, sinks, chosen=chosen).run(q, *tensors)
 
 
 @compilable

@@ -52,7 +52,7 @@ POSITIONS, PAIRS = ".positions", (".attend", ".attend_by")
 DRAWN = "drawn"
 #: Types of numbers; torch.compile takes a NumPy number for an array.
 SCALARS = int, float, np.generic, np.ndarray
-#: The names of the tensors of Rows and of their weights start with these; "k" is then `expand`, and "v" the chunk.
+#: The names of the tensors of Rows and of their weights start with these; "k" is then `expand`, and "v" other options.
 ROWS, WEIGHTS = "row tensor ", "weight "
 #: Arguments that may change from call to call of a compiled function, and the prefix of the names of their tensors.
 NUMBERS, NUMBER = ("scale", "scaling", "softcap", "dropout"), "number "
@@ -99,7 +99,7 @@ def call_in_graph(name: str, arguments: dict[str, Any]) -> Any:
     if isinstance(k, Rows):  # in the graph, its tensors one by one
         arguments |= {f"{ROWS}{i}": x for i, x in enumerate(k.tensors)}
         arguments |= {f"{WEIGHTS}{i}": x for i, x in enumerate(k.weights)}
-        arguments |= {"k": k.expand, "v": k.chunk}
+        arguments |= {"k": k.expand, "v": (k.chunk, k.travel)}
     names, tensors, numbers, constants = [], [], {}, {}
     for argument, value in arguments.items():
         if isinstance(value, Tensor):  # "layout" as the number of a layout, see `context_parallel`
@@ -234,7 +234,8 @@ def _run(tensors: list[Tensor], numbers: list[int], text: str) -> Any:
 def _read_rows(arguments: dict[str, Any]) -> Rows:
     """The Rows whose parts are arguments of an operator."""
     tensors, weights = ([x for name, x in arguments.items() if name.startswith(kind)] for kind in (ROWS, WEIGHTS))
-    return Rows(*tensors, expand=arguments["k"], weights=weights, chunk=arguments["v"])
+    chunk, travel = arguments["v"]
+    return Rows(*tensors, expand=arguments["k"], weights=weights, chunk=chunk, travel=travel)
 
 
 @contextmanager
@@ -364,8 +365,8 @@ def _fake_attend(
     name, names, constants, _ = _read(text)
     q = tensors[names.index("q")]
     if f"{ROWS}0" in names:
-        k, chunk = _find(constants["k"]), constants["v"]
-        _, v = _read_rows({**dict(zip(names, tensors, strict=False)), "k": k, "v": chunk}).sample()
+        given = {"k": _find(constants["k"]), "v": constants["v"]}
+        _, v = _read_rows({**dict(zip(names, tensors, strict=False)), **given}).sample()
     else:
         v = tensors[names.index("v")]
     b, h, n = (*q.shape, 1, 1, 1)[:3]  # accepts a wrong shape: the call itself reports it to all ranks

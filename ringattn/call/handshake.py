@@ -223,6 +223,7 @@ def _spell(call: CompiledCall) -> bytes:
         "key_padding_mask": call.key_padding_mask,
         "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
         "block": None,
+        "travel": call.travel,
         "reproducible": None,  # before the schedule, which depends on it
         **{
             name: x if name != "block" else repr(x) for name, x in call.sizes.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,18 +210,12 @@ class ExpandingPass(KernelPass):
 
     def _expand(self, rows: Tensors) -> Pair:
         """k and v of these rows for the heads of this rank, with hidden keys where a row is padding."""
-        kernel = self.kernel
-        rows, flags = (rows, ()) if kernel.column is None else (rows[:-1], rows[-1:])
-        named = {"heads": self.heads} if kernel.takes_heads else {}
-        k, v = kernel.expand(*rows, *kernel.weights, **named)
-        if not k.shape[2] == v.shape[2] == rows[0].shape[2]:
-            raise InvalidInput(
-                f"expand= made {k.shape[2]} keys and {v.shape[2]} values of {rows[0].shape[2]} rows; it must "
-                "make one of each row"
-            )
-        if len(self.heads) < k.shape[1]:
-            k, v = (x[:, self.heads.start : self.heads.stop] for x in (k, v))
-        return (k, v) if kernel.column is None else hide_rows(k, v, flags[0], kernel.column)
+        named, heads = (
+            {"heads": self.heads} if self.kernel.takes_heads else {},
+            slice(self.heads.start, self.heads.stop),
+        )
+        k, v = expand_rows(partial(self.kernel.expand, **named), rows, self.kernel.weights, self.kernel.column)
+        return (k, v) if len(self.heads) == k.shape[1] else (k[:, heads], v[:, heads])
 
     def _pull_back(self, results: Pair, grads: Tensors, rows: list[Tensor], totals: Sequence[Tensor]) -> None:
         """Add the gradients of expanded rows to those of the rows, and to those of the weights."""
@@ -233,6 +228,18 @@ class ExpandingPass(KernelPass):
         for total, grad in zip(sums, found, strict=True):
             if grad is not None:
                 total += grad
+
+
+def expand_rows(expand: Callable[..., Any], rows: Tensors, weights: Tensors, column: float | None) -> Pair:
+    """k and v of these rows; with a `column`, the last tensor flags padding, and the number hides its keys."""
+    rows, flags = (rows, ()) if column is None else (rows[:-1], rows[-1:])
+    k, v = expand(*rows, *weights)
+    if not k.shape[2] == v.shape[2] == rows[0].shape[2]:
+        raise InvalidInput(
+            f"expand= made {k.shape[2]} keys and {v.shape[2]} values of {rows[0].shape[2]} rows; it must "
+            "make one of each row"
+        )
+    return (k, v) if column is None else hide_rows(k, v, flags[0], column)
 
 
 def _same(x: Any) -> Any:

@@ -35,6 +35,7 @@ class LatentCase:
     chosen: Tensor | None = None
     block: int = 1
     chunk: int | None = None
+    travel: str = "rows"
     seed: int = 0
 
     @property
@@ -91,7 +92,7 @@ class LatentCase:
         leaves, q, rows, weights = self.leaves()
         sinks = None if self.sinks is None else self.sinks.clone().requires_grad_()
         leaves += [] if sinks is None else [sinks]
-        given = ra.Rows(*rows, expand=self.expand, weights=weights, chunk=self.chunk)
+        given = ra.Rows(*rows, expand=self.expand, weights=weights, chunk=self.chunk, travel=self.travel)
         options = {**self.options, **more}
         out, lse = call(
             q, given, self.pattern, key_padding_mask=self.mask, sinks=sinks, chosen=self.chosen, block=self.block,

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn.call import autograd
 from ringattn.kernels import expand as expanding
+from ringattn.machine.presets import get_machine
 from ringattn.transport.virtual import VirtualRanks
 
 EXACT = 1e-12
@@ -177,6 +178,34 @@ def test_a_token_of_deepseek_v3_is_576_numbers() -> None:
     # The backward begins with the last block of the forward, and gradients in fp32 go home.
     assert latent.bytes_sent(0, backward=True) == 1024 * 576 * (2 * 2 + 3 * 4)
     assert latent.rotates == "kv" and latent.demand.block_heads == 1
+
+
+H100 = get_machine("h100_nvlink_ib")
+
+
+@pytest.mark.parametrize("kind", ["mla", "mixed", "int8"])
+@pytest.mark.parametrize(
+    ("machine", "form"), [(H100.changed(bandwidth=1e3), "rows"), (H100.changed(matmul=1e3), "k, v")]
+)
+def test_the_faster_form_travels(kind: str, machine: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows if messages take long, keys and values if products do; int8 are not known to be expanded by a product."""
+    made, case = counted(monkeypatch), make_latents(kind, 41, ra.Causal(), chunk=5, travel="auto")
+    case.mask = torch.zeros(2, 41, dtype=torch.bool)
+    case.mask[0, 3:9] = True
+    options: dict[str, Any] = {"ranks": 3, "layout": "zigzag", "schedule": "ring"}
+    case.sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert case.error(case.solve(machine=machine, **options)) < EXACT
+    block = [(x.shape[1], x.shape[3], x.dtype) for x in case.rows] + [(1, 1, torch.bool)]
+    sizes: dict[str, Any] = {"tokens": 41, "heads": HEADS, "head_dim": case.q.shape[3] + 8, "value_dim": 6, "batch": 2}
+    named = {"block": block} if form == "rows" or kind == "int8" else {}
+    plan = ra.make_plan(ra.Causal(), dtype="float64", **sizes, **named, **options)
+    for ranks, backward in zip(made[-2:], (False, True), strict=True):
+        assert [x.sent_bytes for x in ranks.counters] == [plan.bytes_sent(i, backward=backward) for i in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        q, *rows = (x.float() for x in (case.q, *case.rows))
+        weights = [x.float() for x in case.weights]
+        given = ra.Rows(*rows, expand=case.expand, weights=weights, travel="auto")
+        assert ra.virtual_attention(q, given, ra.Causal(), machine=machine, **options).dtype == torch.bfloat16
 
 
 def test_row_sets_of_one_head_serve_all_heads() -> None:
@@ -362,6 +391,7 @@ def test_what_is_refused() -> None:
     assert "without expand=" in refused(c, call=ra.Rows)
     assert "expected a function" in refused(c, call=ra.Rows, expand=3)
     assert "chunk" in refused(c, call=ra.Rows, expand=case.expand, chunk=0)
+    assert "expected rows or auto" in refused(c, call=ra.Rows, expand=case.expand, travel="heads")
     for tensors, text in (((c[0], rope), "rows must be tensors"), ((c[:, :, 1:], rope), "one batch, the same tokens")):
         wrong = ra.Rows(*tensors, expand=case.expand, weights=weights)
         assert text in refused(case.q, wrong, "Causal()", ranks=2)
@@ -383,13 +413,14 @@ def on_ranks(rank: int) -> dict[str, Any]:
     """How far real ranks are from virtual ones, and what ranks with other rows are told."""
     size, found = dist.get_world_size(), {}
     layout = ra.make_layout("zigzag", tokens=40, ranks=size)
-    for kind in ("mla", "int8"):
-        whole = make_latents(kind, 40, ra.Causal() & ra.Window(30), chunk=4)
-        out, lse, *grads = whole.solve(ranks=size, layout="zigzag")
+    for kind, travel in (("mla", "rows"), ("int8", "rows"), ("mixed", "auto")):
+        whole = make_latents(kind, 40, ra.Causal() & ra.Window(30), chunk=4, travel=travel)
+        options: dict[str, Any] = {"layout": "zigzag", "machine": H100.changed(matmul=1e3)}
+        out, lse, *grads = whole.solve(ranks=size, **options)
         leaves, q, rows, weights = whole.leaves()
         q, *rows = (layout.shard_tensor(x, rank) for x in (q, *rows))
-        given = ra.Rows(*rows, expand=whole.expand, weights=weights, chunk=4)
-        mine, of_rows = ra.ring_attention(q, given, whole.pattern, layout="zigzag", return_lse=True)
+        given = ra.Rows(*rows, expand=whole.expand, weights=weights, chunk=4, travel=travel)
+        mine, of_rows = ra.ring_attention(q, given, whole.pattern, return_lse=True, **options)
         grad, grad_lse = whole.cotangents(out, lse)
         loss = (mine * layout.shard_tensor(grad, rank)).sum() + (
             of_rows * layout.shard_tensor(grad_lse, rank, -1)
@@ -418,7 +449,7 @@ def on_ranks(rank: int) -> dict[str, Any]:
 
 def test_real_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     for rank, found in enumerate(run_ranks(on_ranks, 3, timeout=240)):
-        for kind in ("mla", "int8"):
+        for kind in ("mla", "int8", "mixed"):
             same, apart = found[kind]
             assert same and apart < EXACT, (rank, found)
         assert "Mismatch" in found["other rows"] and "block" in found["other rows"]

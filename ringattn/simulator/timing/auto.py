@@ -25,7 +25,7 @@ from ...plan.steps import Kind
 from ...text import duration, durations, plural
 from .costs import bound_memory
 from .forecast import COUNTED, SAMPLED_STEPS, count_exchanges, count_pairs, estimate, host_seconds
-from .kernel_seconds import pair_seconds
+from .kernel_seconds import expand_seconds, pair_seconds
 from .rates import Rates
 
 #: Layouts that `auto` compares; of equally fast ones it takes the first.
@@ -124,6 +124,12 @@ def simulate_seconds(plan: Plan, machine: Machine) -> float:
     from .simulation import simulate  # rarely needed
 
     return simulate(plan, machine).seconds
+
+
+def choose_form(rows: Plan, heads: Plan, machine: Machine) -> Plan:
+    """The plan with the faster forward: one whose rows travel, or one whose ranks expand their own rows before it."""
+    at_home = expand_seconds(rows.ring_plan(0)[0], machine, False, 0, 0)
+    return heads if predict(heads, machine).seconds + at_home < predict(rows, machine).seconds else rows
 
 
 def predict(plan: Plan, machine: Machine) -> Prediction:
