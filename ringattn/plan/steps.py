@@ -252,10 +252,10 @@ class PlanSizes(Value):
         """
         heads, kv_heads = self.member_heads(ulysses_size)
         if kind in ("qkv", "dqkv"):
-            of_keys = ((kv_heads, self.head_dim, self.dtype), (kv_heads, self.value_dim, self.dtype))
+            of_q = (heads, self.head_dim, self.dtype)
             if self.block is not None:  # gradients of rows are sums over the ranks of the group
-                of_keys = self.tensors("kv" if kind == "qkv" else "grad", as_sent=False)
-            return (heads, self.head_dim, self.dtype), *of_keys
+                return of_q, *self.tensors("kv" if kind == "qkv" else "grad", as_sent=False)
+            return of_q, (kv_heads, self.head_dim, self.dtype), (kv_heads, self.value_dim, self.dtype)
         # lse or its gradient comes first, so that the wider dtype is aligned.
         return (heads, 1, _wide(self.dtype)), (heads, self.value_dim, self.dtype)
 

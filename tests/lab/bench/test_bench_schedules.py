@@ -136,7 +136,7 @@ def test_heads_and_latents_alternate_over_both_links() -> None:
     record = runner.summarise_case(case, raw)
     assert [x["target"] for x in record["ratios"]] == [None, 1 / 1.2, None]
     text, met = latents.SUITE.conclude([record])  # type: ignore[misc]
-    assert "float32: at 400 Mbit/s latents take" in text and met is not None
+    assert "at 400 Mbit/s latents take" in text and met is not None
 
 
 def test_every_promise_is_a_target() -> None:
