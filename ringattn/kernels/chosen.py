@@ -95,8 +95,8 @@ class ChosenKeys(Kernel):
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
         for tile in self._tiles(work, q.shape[-1] + v.shape[-1]):
-            keys = map(tile.of_keys, (k, v))
-            part, of_rows = self._kernel_of(tile).forward(tile.of_queries(q), *keys, tile.work, scale)
+            kernel, keys, values = self._kernel_of(tile), tile.of_keys(k), tile.of_keys(v)
+            part, of_rows = kernel.forward(tile.of_queries(q), keys, values, tile.work, scale)
             empty = tile.work.hidden.all(-1)  # none of these keys: kernels differ in what they return
             tile.of_queries(out).copy_(part.masked_fill(empty.unsqueeze(-1), 0.0))
             tile.of_queries(lse).copy_(of_rows.masked_fill(empty, -torch.inf))
@@ -107,9 +107,9 @@ class ChosenKeys(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = map(wide_zeros, (q, k, v))
         for tile in self._tiles(work, q.shape[-1] + v.shape[-1]):
-            of_rows = map(tile.of_queries, (grad, q))
-            results = map(tile.of_queries, (out, lse))
-            found = self._kernel_of(tile).backward(*of_rows, *map(tile.of_keys, (k, v)), *results, tile.work, scale)
+            kernel, keys, values = self._kernel_of(tile), tile.of_keys(k), tile.of_keys(v)
+            dout, rows, results, total = map(tile.of_queries, (grad, q, out, lse))
+            found = kernel.backward(dout, rows, keys, values, results, total, tile.work, scale)
             tile.of_queries(dq).copy_(crop_to(found[0], dq.shape[-1]))
             tile.add_to(dk, found[1])
             tile.add_to(dv, found[2])
