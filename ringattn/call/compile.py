@@ -115,8 +115,8 @@ class CompiledCall:
         return (q if self.sign == 1 else q * self.sign), *others
 
     def expanding(
-        self, plan: Plan, kernel: VisitKernel, rows: Any, tensors: Sequence[Tensor]
-    ) -> tuple[VisitKernel, Sequence[Tensor]]:
+        self, plan: Plan, kernel: VisitKernel, rows: Any, tensors: list[Tensor]
+    ) -> tuple[VisitKernel, list[Tensor]]:
         """The kernel that expands `rows` at each visit and then computes as `kernel`, and its tensors, from `prepare`.
 
         For k, or if keys and values travel by this plan, `kernel` itself, and k and v.
@@ -129,7 +129,8 @@ class CompiledCall:
         if plan.block is None:
             count = len(self.sizes["block"])
             with computing(self.device):
-                return kernel, expand_rows(rows.expand, tuple(tensors[:count]), tuple(tensors[count:]), self.column)
+                pair = expand_rows(rows.expand, tuple(tensors[:count]), tuple(tensors[count:]), self.column)
+            return kernel, [*pair]
         sizes = self.sizes
         per_row = (
             sizes["batch"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["value_dim"]) * ITEM_BYTES[sizes["dtype"]]
@@ -157,14 +158,15 @@ class CompiledCall:
         machine = self.machine() if layout == "auto" or self.chooses else None
         sizes = PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}})
         named: Any = {"tokens": tokens, "ranks": ranks, "q_layout": q_layout, "q_tokens": q_tokens}
-        make = partial(find_plan, self.pattern, schedule=options.schedule, machine=machine, **named)
-        plan = make(sizes, layout=layout)
+        named |= {"schedule": options.schedule, "machine": machine}
+        plan = find_plan(self.pattern, sizes, layout=layout, **named)
         if self.travel != "auto" or ranks == 1:
             return plan
         from ..simulator.timing.auto import choose_form  # few calls choose
 
         assert machine is not None
-        return choose_form(plan, make(replace(sizes, block=None), layout=plan.layout.base), machine)
+        heads = find_plan(self.pattern, replace(sizes, block=None), layout=plan.layout.base, **named)
+        return choose_form(plan, heads, machine)
 
 
 def _count_bytes(answer: object) -> int:

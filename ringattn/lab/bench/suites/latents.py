@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -75,7 +76,8 @@ def _inputs(settings: dict[str, Any]) -> list[Tensor]:
     return [x.to(getattr(torch, settings["dtype"])) for x in (*drawn, weight)]
 
 
-def _differentiate(attend: Any, q: Tensor, c: Tensor, rope: Tensor, grad: Tensor, weight: Tensor) -> Results:
+def _differentiate(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Results:
+    q, c, rope, grad, weight = tensors
     inputs = [x.detach().requires_grad_() for x in (q, c, rope, weight)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad(out, inputs, grad)
@@ -86,13 +88,15 @@ def _make(context: Context, *, rows: bool, rate: float) -> Run:
     tensors, hosts = make_shards(context, tensors), context.hosts
 
     def attend(q: Tensor, c: Tensor, rope: Tensor, weight: Tensor) -> Tensor:
-        block = (Rows(c, rope, expand=expand, weights=(weight,)),) if rows else expand(c, rope, weight)
-        return ring_attention(q, *block, pattern=Causal(), layout="zigzag", schedule="ring")
+        options: dict[str, Any] = {"layout": "zigzag", "schedule": "ring"}
+        if rows:
+            return ring_attention(q, Rows(c, rope, expand=expand, weights=(weight,)), Causal(), **options)
+        return ring_attention(q, *expand(c, rope, weight), Causal(), **options)
 
     def run() -> Results:
         if hosts is not None:
             hosts.hold(rate)
-        return _differentiate(attend, *tensors, weight)
+        return _differentiate(attend, (*tensors, weight))
 
     return run
 
@@ -100,7 +104,7 @@ def _make(context: Context, *, rows: bool, rate: float) -> Run:
 def _check(context: Context, results: dict[str, Results]) -> dict[str, float]:
     """For each column, the largest relative error of this rank's rows, and of the gradient of the weight of all."""
     whole = [x.float() for x in _inputs(context.settings)]
-    *exact, of_weight = _differentiate(lambda q, c, r, w: attention(q, *expand(c, r, w), Causal()), *whole)
+    *exact, of_weight = _differentiate(lambda q, c, r, w: attention(q, *expand(c, r, w), Causal()), whole)
     exact, errors = make_shards(context, exact), {}
     for name, (*found, part) in results.items():
         total = part.float()
