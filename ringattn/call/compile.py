@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from .arguments import (
     looks_swapped,
     read_dropout,
 )
-from .planner import PLANS, find_plan, resolve_auto
+from .planner import PLANS, find_faster_form, find_plan, resolve_auto
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -159,14 +159,8 @@ class CompiledCall:
         sizes = PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}})
         named: Any = {"tokens": tokens, "ranks": ranks, "q_layout": q_layout, "q_tokens": q_tokens}
         named |= {"schedule": options.schedule, "machine": machine}
-        plan = find_plan(self.pattern, sizes, layout=layout, **named)
-        if self.travel != "auto" or ranks == 1:
-            return plan
-        from ..simulator.timing.auto import choose_form  # few calls choose
-
-        assert machine is not None
-        heads = find_plan(self.pattern, replace(sizes, block=None), layout=plan.layout.base, **named)
-        return choose_form(plan, heads, machine)
+        find = find_plan if self.travel == "rows" else find_faster_form
+        return find(self.pattern, sizes, layout=layout, **named)
 
 
 def _count_bytes(answer: object) -> int:

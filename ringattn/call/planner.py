@@ -164,6 +164,17 @@ def find_plan(
     return make_it() if pattern.transient else _plans.answer(key, make_it)
 
 
+def find_faster_form(pattern: Pattern, sizes: PlanSizes, *, machine: Machine, **named: Any) -> Plan:
+    """As `find_plan` for rows that are expanded, or for keys and values if their forward is predicted to be faster."""
+    plan = find_plan(pattern, sizes, machine=machine, **named)
+    if plan.ranks == 1:
+        return plan
+    from ..simulator.timing.auto import choose_form  # as above
+
+    named["layout"] = plan.layout.base
+    return choose_form(plan, find_plan(pattern, replace(sizes, block=None), machine=machine, **named), machine)
+
+
 def resolve_auto(schedule: str, reproducible: int | None) -> str:
     """The schedule; "auto" with leaves is "direct": nodes of gradients go straight to owners in any case."""
     resolved = resolve(schedule)

@@ -35,7 +35,7 @@ def move_rows(chosen: Tensor, distance: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class ChosenTile:
     """One call of a kernel: neighbouring rows of an element of the batch, and the keys that any of them chose.
 
     `heads`, `kv` and `rows` count in the tensors of a work. `columns` are the numbers of its keys, int64; None: all.
@@ -115,14 +115,14 @@ class ChosenKeys(Kernel):
             tile.add_to(dv, found[2])
         return dq, dk, dv
 
-    def _kernel_of(self, tile: Tile) -> Kernel:
+    def _kernel_of(self, tile: ChosenTile) -> Kernel:
         if self.dropout is None:
             return self.inner
         assert self.numbers is not None, "a kernel with dropout is given the numbers of each call"
         streams, steps = self.numbers
         return self.inner.derive(dropout=self.dropout, numbers=(tile.of_queries(streams), tile.of_keys(steps)))
 
-    def _tiles(self, work: Work, width: int) -> Iterator[Tile]:
+    def _tiles(self, work: Work, width: int) -> Iterator[ChosenTile]:
         """The calls for a work, if a key and its value have `width` numbers; rows without keys may be in none."""
         chosen, positions, of = self.chosen
         numbers = positions.squeeze(-1)
@@ -139,7 +139,7 @@ class ChosenKeys(Kernel):
                         part = Work(range(len(heads)), range(len(kv)), of_q, (of_k,), 0)
                         object.__setattr__(part, "hidden", hidden)
                         slices = slice(heads.start, heads.stop), slice(kv.start, kv.stop), rows
-                        yield Tile(element, *slices, columns, part)
+                        yield ChosenTile(element, *slices, columns, part)
 
 
 def _cut_tiles(
