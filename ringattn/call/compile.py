@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -159,7 +159,7 @@ class CompiledCall:
         sizes = PlanSizes(**{**self.sizes, **{name: getattr(options, name) for name in PLANNED}})
         named: Any = {"tokens": tokens, "ranks": ranks, "q_layout": q_layout, "q_tokens": q_tokens}
         named |= {"schedule": options.schedule, "machine": machine}
-        find = find_plan if self.travel == "rows" else find_faster_form
+        find: Callable[..., Plan] = find_plan if self.travel == "rows" else find_faster_form
         return find(self.pattern, sizes, layout=layout, **named)
 
 
