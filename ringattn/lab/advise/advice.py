@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from math import ceil, log
 from typing import Any
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, RingAttentionError
 from ...machine.bands import describe_steps, step_band
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY, PRESETS, get_machine
@@ -371,11 +372,12 @@ def _most_tokens(question: Question, offer: Offer, gpus: int, checkpointing: str
 
 
 def _any_fits(question: Question, offer: Offer, gpus: int, checkpointing: str) -> bool:
-    return any(
-        question.step(offer.machine, parallel, least_attention_of_layers).fits is not False
-        for parallel in list_spreads(question, offer.machine, gpus)
-        if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none")
-    )
+    for parallel in list_spreads(question, offer.machine, gpus):
+        if parallel.checkpointing == checkpointing and parallel.shard in ("weights", "none"):
+            with suppress(RingAttentionError):  # a search names what it refuses
+                if question.step(offer.machine, parallel, least_attention_of_layers).fits is not False:
+                    return True
+    return False
 
 
 def advise(question: Question, by: str = "time", tell: Listener = lambda done, count, what: None) -> Advice:

@@ -157,9 +157,14 @@ def search(question: Question, offer: Offer, gpus: int, shown: int) -> Found:
     found, best = Found(), dict[str, TrainingCandidate]()
     waiting: list[TrainingCandidate] = []
     for parallel in list_spreads(question, offer.machine, gpus):
-        step = question.step(offer.machine, parallel, least_attention_of_layers)
+        plans = list_plans(offer.machine, question.model, parallel)
+        try:
+            step = question.step(offer.machine, parallel, least_attention_of_layers)
+        except RingAttentionError as error:
+            found.refused[str(error)] += len(plans)
+            continue
         attention = sum(step.parts[name] for name in ATTENTION_PARTS)
-        for layout, schedule in list_plans(offer.machine, question.model, parallel):
+        for layout, schedule in plans:
             spread = replace(parallel, layout=layout, schedule=schedule)
             bound = TrainingCandidate(offer, spread, step, attention)
             if step.fits is False:

@@ -183,12 +183,12 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
 def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
     """Every way to split `gpus` GPUs into cp x dp x tp, with equally many sequences in each of the dp groups.
 
-    tp stays within a node.
+    tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head.
     """
     model, machine = question.model, question.offer.machine
     software = Software(question.dtype, question.fp8)
     for tp in divisors(gpus):
-        if tp > machine.ranks_per_node or any(count % tp for count in (model.heads, model.kv_heads, model.mlp)):
+        if tp > machine.ranks_per_node or (model.kv_heads % tp and tp % model.kv_heads):  # ranks may share a head
             continue
         for cp in divisors(gpus // tp):
             dp = gpus // (tp * cp)

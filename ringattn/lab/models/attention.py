@@ -60,6 +60,8 @@ def attention_of_layers(
     that choose keys attend in absorbed form. Raises the errors of planning.
     """
     tp = parallel.tp
+    if not model.attending:
+        return []
     if parallel.cp == 1:  # one kernel call, which the host queues ahead
         machine = replace(machine, host=None, host_call=None)
     if tp > 1:  # every tp-th rank of a node is in the group
@@ -105,7 +107,7 @@ def attention_of_layers(
         layer = replace(
             layer, forward=layer.forward + indexer.forward, buffers=max(layer.buffers, indexer.buffers), plan=words
         )
-    return [(model.layers, layer)]
+    return [(model.attending, layer)]
 
 
 def latent_sizes(model: ModelConfig, form: str, tp: int) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def attention_flops(model: ModelConfig, tokens: int) -> float:
     """
     pairs = sum(count_pairs(model.chosen if window is None else window, tokens) for window in model.windows)
     heads, dim, _ = (0, 0, 0) if model.latent is None or model.latent.index is None else model.latent.index
-    scores = 2.0 * heads * dim * model.layers * count_pairs(None, tokens)
+    scores = 2.0 * heads * dim * model.attending * count_pairs(None, tokens)
     return 6.0 * (model.head_dim + model.value_dim) * model.heads * pairs + scores
 
 
@@ -154,7 +156,7 @@ def recurrence_of_layers(
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}
-    return model.recurrence.layers, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
+    return model.recurring, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
 
 
 def _causal(window: int | None) -> Pattern:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,8 @@ from .recurrence import Recurrence
 
 #: Sizes from published configs, by model name.
 MODELS = load(Path(__file__).with_name("models.yaml"), dict[str, dict[str, Any]], "models")
+#: What a layer may have, see ModelConfig.kinds.
+KINDS = {"am", "rm", "arm", "a", "r", "m"}
 #: Number of layers, bounded because each layer stores an entry.
 Layers = Annotated[int, Meta(ge=1, le=1 << 16)]
 
@@ -84,8 +86,10 @@ class ModelConfig:
     shared: int = 0
     #: Whether attention's output has a gate of as many columns as the queries.
     gates_output: bool = False
-    #: The layers that do not attend.
+    #: The recurrence of layers that have one.
     recurrence: Recurrence | None = None
+    #: What each layer has: "a" attention, "r" a recurrence, "m" an MLP, as in "arm"; (): attention and an MLP.
+    kinds: tuple[str, ...] = ()
     #: What layers keep of a token instead of keys and values; `head_dim` is then that of queries and keys.
     latent: Latent | None = None
     #: How many of the first layers have an MLP without experts, and its columns.
@@ -104,6 +108,13 @@ class ModelConfig:
                 f"model {self.name}: experts_per_token={self.experts_per_token} exceeds the {self.experts} experts; "
                 "give at most that many"
             )
+        if not self.kinds:
+            object.__setattr__(self, "kinds", ("am",) * self.layers)
+        if len(self.kinds) != self.layers or not {*self.kinds} <= KINDS or (self.recurring and self.recurrence is None):
+            raise InvalidInput(
+                f"model {self.name}: kinds must name what each of {self.layers} layers has, one of "
+                f"{', '.join(sorted(KINDS))} (with recurrence= for r); got {len(self.kinds)}"
+            )
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.attending)
         if len(self.windows) != self.attending:
@@ -112,10 +123,49 @@ class ModelConfig:
                 f"got {len(self.windows)}"
             )
 
+    def having(self, part: str) -> int:
+        """The number of layers that have a part: attention "a", a recurrence "r" or an MLP "m"; "ar": one of these."""
+        return sum(any(one in kind for one in part) for kind in self.kinds)
+
     @property
     def attending(self) -> int:
         """The number of layers that attend."""
-        return self.layers - (0 if self.recurrence is None else self.recurrence.layers)
+        return self.having("a")
+
+    @property
+    def recurring(self) -> int:
+        """The number of layers with a recurrence."""
+        return self.having("r")
+
+    @property
+    def expert_layers(self) -> int:
+        """The number of layers whose MLP has experts, or that have an MLP, if none has."""
+        return self.having("m") - self.dense
+
+    def work(self, tokens: int) -> list[float]:
+        """FLOPs of each layer in a forward for the last of `tokens` tokens."""
+        windows, dense = iter(self.windows), self.dense
+        wide, found = 2 * self.heads * (self.head_dim + self.value_dim), []
+        mlp = 2.0 * (self.experts_per_token * self.expert + (self.hidden * self.experts if self.experts > 1 else 0))
+        for kind in self.kinds:
+            flops = 0.0
+            if "a" in kind:
+                seen = next(windows) or self.chosen or tokens
+                flops += 2.0 * self.attention_matrices + wide * min(seen, tokens)
+            if "r" in kind and self.recurrence is not None:
+                flops += 2.0 * self.recurrence.matrices(self.hidden) + self.recurrence.flops(summary=False)
+            if "m" in kind:
+                flops += 2.0 * self.dense_layer if dense > 0 else mlp
+                dense -= 1
+            found.append(flops)
+        return found
+
+    def part(self, start: int, stop: int) -> ModelConfig:
+        """The model with only the layers from number `start` to number `stop` - 1."""
+        before, here = ("".join(self.kinds[span]) for span in (slice(start), slice(start, stop)))
+        first, dense = before.count("a"), max(self.dense - before.count("m"), 0)
+        windows, dense = self.windows[first : first + here.count("a")], min(dense, here.count("m"))
+        return replace(self, layers=stop - start, kinds=self.kinds[start:stop], windows=windows, dense=dense)
 
     @property
     def attention_matrices(self) -> int:
@@ -143,7 +193,7 @@ class ModelConfig:
     @property
     def mixers(self) -> int:
         """The number of parameters, over all layers, in attention and in recurrent layers."""
-        recurrent = 0 if self.recurrence is None else self.recurrence.layers * self.recurrence.matrices(self.hidden)
+        recurrent = 0 if self.recurrence is None else self.recurring * self.recurrence.matrices(self.hidden)
         return self.attending * self.attention_matrices + recurrent
 
     @property
@@ -154,7 +204,7 @@ class ModelConfig:
     @property
     def routed(self) -> float:
         """The number of parameters of one layer's experts; the mean over layers."""
-        return (1 - self.dense / self.layers) * self.experts * self.expert
+        return self.expert_layers / self.layers * self.experts * self.expert
 
     @property
     def dense_layer(self) -> int:
@@ -164,7 +214,7 @@ class ModelConfig:
     @property
     def mlps(self) -> int:
         """The number of parameters of all experts and MLPs."""
-        return (self.layers - self.dense) * self.experts * self.expert + self.dense * self.dense_layer
+        return self.expert_layers * self.experts * self.expert + self.dense * self.dense_layer
 
     @property
     def table(self) -> int:
@@ -179,9 +229,9 @@ class ModelConfig:
     @property
     def _layers(self) -> int:
         """The number of parameters of all layers."""
-        routed = self.layers - self.dense if self.experts > 1 else 0
-        # Beside latents, a shared expert has no gate.
-        columns = self.experts - (0 if self.latent is None else self.shared)
+        routed = self.expert_layers if self.experts > 1 else 0
+        # Only in Qwen3-Next, whose attention has one, too, does a shared expert have a gate.
+        columns = self.experts - (0 if self.gates_output else self.shared)
         return self.mixers + self.mlps + routed * self.hidden * columns + self.layers * self.vectors
 
     @property
@@ -191,7 +241,7 @@ class ModelConfig:
 
     def stored_bytes(self, item: int) -> float:
         """Bytes of all weights as stored for inference; a weight that is not quantized takes `item` bytes."""
-        mlp = self.mlps - (self.layers - self.dense) * self.experts * self.expert_vectors
+        mlp = self.mlps - self.expert_layers * self.experts * self.expert_vectors
         attention = self.mixers
         fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
         return item * self.parameters - fewer
@@ -199,7 +249,7 @@ class ModelConfig:
     @property
     def active_parameters(self) -> int:
         """The number of parameters used for each token, without the embedding and the experts that are not chosen."""
-        unused = (self.layers - self.dense) * (self.experts - self.experts_per_token) * self.expert
+        unused = self.expert_layers * (self.experts - self.experts_per_token) * self.expert
         return self._layers - unused + self.hidden + self.table
 
 
@@ -207,6 +257,15 @@ class Quantization(Struct):
     """How a Hugging Face config says that the weights are stored in fewer bits."""
 
     quant_method: str
+
+
+class LinearAttention(Struct):
+    """The recurrent layers of Kimi Linear, numbered from 1."""
+
+    kda_layers: list[int]
+    num_heads: Count
+    head_dim: Count
+    short_conv_kernel_size: Count = 4
 
 
 class HuggingFaceConfig(Struct):
@@ -224,6 +283,8 @@ class HuggingFaceConfig(Struct):
     num_local_experts: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    num_experts_per_token: int = 0
+    num_shared_experts: int = 0
     sliding_window: Count | None = None
     sliding_window_pattern: Count = 6
     max_window_layers: int = 0
@@ -239,6 +300,9 @@ class HuggingFaceConfig(Struct):
     linear_value_head_dim: Count | None = None
     linear_conv_kernel_dim: Count = 4
     attn_layer_indices: list[int] | None = None
+    linear_attn_config: LinearAttention | None = None
+    layers_block_type: list[Literal["mamba", "linear_attention", "attention", "full_attention", "mlp"]] | None = None
+    hybrid_override_pattern: Annotated[str, Meta(pattern=r"^[M*-]+$")] | None = None
     kv_lora_rank: Count | None = None
     q_lora_rank: Count | None = None
     qk_rope_head_dim: Count | None = None
@@ -256,6 +320,13 @@ class HuggingFaceConfig(Struct):
     mamba_d_state: Count | None = None
     mamba_d_conv: Count = 4
     mamba_expand: Count = 2
+    mamba_d_ssm: Count | None = None
+    mamba_rms_norm: bool = False
+    mamba_num_heads: Count | None = None
+    mamba_head_dim: Count | None = None
+    ssm_state_size: Count | None = None
+    n_groups: Count = 8
+    conv_kernel: Count = 4
     attn_logit_softcapping: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool = False
@@ -273,7 +344,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu", "gelu", "gelu_pytorch_tanh"),
     "mlp_bias": (None, False),
-    "num_shared_experts": (None, 0),
     "decoder_sparse_step": (None, 1),
     "moe_layer_freq": (None, 1),
     "mlp_only_layers": (None, []),
@@ -302,7 +372,7 @@ def _latent_vectors(c: HuggingFaceConfig, q: int, kv: int, d: int) -> int:
 
 #: Model types that keep latents; those with an indexer choose keys.
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
-_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", *_INDEXED)
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_linear", *_INDEXED)
 #: By model type: parameters of a layer besides its matrices, from the config, the columns of q and k, and head dim.
 _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "llama": _llama_vectors,
@@ -315,7 +385,8 @@ _VECTORS: dict[str, Callable[[HuggingFaceConfig, int, int, int], int]] = {
     "gemma2": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + 2 * c.hidden_size,
     "gpt_oss": lambda c, q, kv, d: _llama_vectors(c, q, kv, d) + c.num_attention_heads + c.num_local_experts,
     "qwen3_next": lambda c, q, kv, d: 2 * c.hidden_size + 2 * d,
-    "bamba": lambda c, q, kv, d: 2 * c.hidden_size,
+    **dict.fromkeys(("bamba", "falcon_h1"), lambda c, q, kv, d: 2 * c.hidden_size),
+    "nemotron_h": lambda c, q, kv, d: c.hidden_size,
     **dict.fromkeys(_LATENT, _latent_vectors),
 }
 #: Model types that tie embedding and output unless their config says otherwise.
@@ -336,6 +407,9 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
             f"{', '.join(_VECTORS)}, or make a ringattn.lab.models.config.ModelConfig"
         )
     given = {**_DEFAULTS.get(kind or "", {}), **{key: value for key, value in config.items() if value is not None}}
+    if kind == "nemotron_h":
+        given = {key: value for key, value in given.items() if "expert" not in key}  # its layers say whether it has any
+        given.setdefault("num_hidden_layers", len(given.get("layers_block_type", ())))
     read = as_kind(given, HuggingFaceConfig, f"model {name}")
     for key, plain in _PLAIN.items():
         if given.get(key) not in plain:
@@ -347,7 +421,7 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
     kv_heads = read.num_key_value_heads or heads
     latent, routed = None, read.num_local_experts or read.num_experts
     if kind in _LATENT:
-        latent, head_dim, kv_heads, routed = *_latent(read, name), heads, read.n_routed_experts
+        latent, head_dim, kv_heads, routed = *_latent(read, name), heads, read.n_routed_experts or read.num_experts
         columns = as_kind(read.moe_intermediate_size, Count, f"model {name}: moe_intermediate_size")
     stored = None if read.quantization_config is None else read.quantization_config.quant_method
     if stored not in _STORED:
@@ -360,7 +434,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
     shared = int(read.shared_expert_intermediate_size > 0)
     if shared and read.shared_expert_intermediate_size != columns:
         raise InvalidInput(f"model {name}: a shared expert is not modelled unless it is as wide as the others")
-    shared += read.n_shared_experts
+    shared += read.n_shared_experts + read.num_shared_experts
+    recurrence, kinds = _recurrence(read, head_dim, name)
     return ModelConfig(
         name=name,
         layers=read.num_hidden_layers,
@@ -371,7 +446,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         mlp=columns,
         vocab=read.vocab_size,
         experts=(routed or 1) + shared,
-        experts_per_token=(read.num_experts_per_tok or 1) + shared,
+        experts_per_token=(read.num_experts_per_tok or read.num_experts_per_token or 1) + shared,
+        gated=kind != "nemotron_h",
         windows=_windows(read, name),
         sinks=kind == "gpt_oss",
         softcap=read.attn_logit_softcapping,
@@ -382,7 +458,8 @@ def from_hugging_face(config: Mapping[str, Any], name: str) -> ModelConfig:
         attention_item=_STORED[stored][1],
         shared=shared,
         gates_output=kind == "qwen3_next",
-        recurrence=_recurrence(read, head_dim, name),
+        recurrence=recurrence,
+        kinds=kinds,
         latent=latent,
         dense=min(read.first_k_dense_replace, read.num_hidden_layers),
         dense_mlp=read.intermediate_size,
@@ -400,40 +477,55 @@ def _latent(c: HuggingFaceConfig, name: str) -> tuple[Latent, int]:
     return Latent(rank, rope, value, c.q_lora_rank, index), nope + rope
 
 
-def _recurrence(c: HuggingFaceConfig, head_dim: int, name: str) -> Recurrence | None:
-    """The recurrent layers of a hybrid model. Raises InvalidInput where a size is missing."""
+def _recurrence(c: HuggingFaceConfig, head_dim: int, name: str) -> tuple[Recurrence | None, tuple[str, ...]]:
+    """The recurrence of a hybrid model, and what each layer has. Raises InvalidInput where a size is missing."""
 
     def size(key: str) -> int:
         return as_kind(getattr(c, key), Count, f"model {name}: {key}")
 
-    layers = c.num_hidden_layers
+    layers, kernel = c.num_hidden_layers, c.mamba_d_conv
     if c.model_type == "qwen3_next":
-        types = c.layer_types
-        attending = layers // c.full_attention_interval if types is None else types.count("full_attention")
+        every, kernel = c.full_attention_interval, c.linear_conv_kernel_dim
+        types = c.layer_types or ["linear_attention" if i % every else "full_attention" for i in range(1, layers + 1)]
         heads, key_heads = size("linear_num_value_heads"), size("linear_num_key_heads")
         keys, values = size("linear_key_head_dim"), size("linear_value_head_dim")
         convolved = 2 * key_heads * keys + heads * values
         # The convolution, its gate's norm, dt_bias and A_log; a layer that attends has norms of q and k.
-        own = convolved * c.linear_conv_kernel_dim + values + 2 * heads - 2 * head_dim
+        own = convolved * kernel + values + 2 * heads - 2 * head_dim
         projected = convolved + heads * values + 2 * heads
-        return Recurrence(
-            layers - attending, heads, key_heads, keys, values, c.linear_conv_kernel_dim, convolved, projected, own
-        )
-    if c.model_type == "bamba":
-        heads, inner, keys = size("mamba_n_heads"), c.mamba_expand * c.hidden_size, size("mamba_d_state")
-        convolved = inner + 2 * c.mamba_n_groups * keys
-        own = convolved * (c.mamba_d_conv + 1) + 3 * heads + inner
-        return Recurrence(
-            layers - len(c.attn_layer_indices or ()), heads, c.mamba_n_groups, keys, inner // heads, c.mamba_d_conv,
-            convolved, convolved + inner + heads, own, mamba=True,
-        )  # fmt: skip
-    return None
+        kinds = tuple("rm" if one == "linear_attention" else "am" for one in types)
+        return Recurrence(heads, key_heads, keys, values, kernel, convolved, projected, own), kinds
+    if c.model_type == "kimi_linear":
+        one = as_kind(c.linear_attn_config, LinearAttention, f"model {name}: linear_attn_config")
+        heads, dim, kernel = one.num_heads, one.head_dim, one.short_conv_kernel_size
+        # The convolution, dt_bias, A_log, a norm, and the second matrices of two gates; an attending layer has a norm.
+        own = heads * dim * (3 * kernel + 1 + 2 * dim) + heads + dim - size("kv_lora_rank")
+        kinds = tuple("rm" if i in one.kda_layers else "am" for i in range(1, layers + 1))
+        projected = 3 * heads * dim + 2 * dim + heads
+        return Recurrence(heads, heads, dim, dim, kernel, 3 * heads * dim, projected, own), kinds
+    if c.model_type == "nemotron_h":
+        heads, keys, groups, kernel = size("mamba_num_heads"), size("ssm_state_size"), c.n_groups, c.conv_kernel
+        inner, normed = heads * size("mamba_head_dim"), True
+        letters = {"M": "r", "*": "a", "-": "m", "mamba": "r", "linear_attention": "r", "mlp": "m"}
+        kinds = tuple(letters.get(one, "a") for one in c.layers_block_type or c.hybrid_override_pattern or "")
+    elif c.model_type in ("bamba", "falcon_h1"):
+        heads, keys, groups = size("mamba_n_heads"), size("mamba_d_state"), c.mamba_n_groups
+        inner, normed = c.mamba_d_ssm or c.mamba_expand * c.hidden_size, c.mamba_rms_norm or c.model_type == "bamba"
+        attending = range(layers) if c.model_type == "falcon_h1" else c.attn_layer_indices or ()
+        beside = "arm" if c.model_type == "falcon_h1" else "am"
+        kinds = tuple(beside if i in attending else "rm" for i in range(layers))
+    else:
+        return None, ()
+    convolved = inner + 2 * groups * keys
+    own = convolved * (kernel + 1) + 3 * heads + inner * normed
+    sizes = keys, inner // heads, kernel, convolved, convolved + inner + heads, own
+    return Recurrence(heads, groups, *sizes, mamba=True), kinds
 
 
 def _windows(config: HuggingFaceConfig, name: str) -> tuple[int | None, ...]:
     """The window of each layer: from `layer_types`, else by the rule of the model type."""
     layers, window, types = config.num_hidden_layers, config.sliding_window, config.layer_types
-    if config.model_type in ("qwen3_next", "bamba", *_LATENT):
+    if config.model_type in ("qwen3_next", "bamba", "falcon_h1", "nemotron_h", *_LATENT):
         return ()
     if types is not None:
         if len(types) != layers or (window is None and "sliding_attention" in types):

@@ -76,7 +76,7 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
     # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.
     memory = _memory(costs, sum(here if x is None else min(x, here) for x in model.windows), parallel.rows)
     memory["activations"] = costs.activation_bytes + 2 * costs.input_bytes
-    memory["attention buffers"] = max(one.buffers for _, one in layers)
+    memory["attention buffers"] = max((one.buffers for _, one in layers), default=0)
     return ModelEstimate(
         parts={
             "attention": sum(count * one.forward for count, one in layers),
@@ -122,7 +122,7 @@ def decode(
             "keys and values": _attend(costs, kept),
             "states": 2 * memory["states"] / memory_bandwidth(machine),
             **costs.products(model.layers),
-            "absorbing": model.layers * costs.expand(batch),
+            "absorbing": model.attending * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "merging over cp": merging * seconds,
@@ -157,13 +157,14 @@ def _kept_numbers(costs: LayerCosts) -> int:
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     """Bytes of weights, and of keys and values of `rows` sequences; `kept`: tokens held, summed over layers."""
-    one = costs.model.recurrence
-    states = (
-        0 if one is None else rows * one.layers * one.heads * one.keys * one.values * STATE_ITEM // costs.parallel.tp
-    )
+    model, tp = costs.model, costs.parallel.tp
+    one = model.recurrence
+    state = 0 if one is None else one.heads * one.keys * one.values * STATE_ITEM
+    # A head of keys and values that several ranks hold is stored on each of them.
+    copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.attending
     return {
-        "states": states,
-        "weights": ceil(costs.model.stored_bytes(costs.item) / costs.parallel.tp),
+        "states": rows * model.recurring * state // tp,
+        "weights": ceil(model.stored_bytes(costs.item) / tp + (model.attention_item or costs.item) * copied),
         "keys and values": rows * kept * _kept_numbers(costs) * costs.item,
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

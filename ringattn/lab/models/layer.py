@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
@@ -180,10 +182,19 @@ class LayerCosts:
         attention += self._matmul(model.hidden, self.heads * model.value_dim, stored=stored)
         one = model.recurrence
         if one is None:
-            return attention
+            return attention * self._share("a")
         out = self._matmul(model.hidden, one.output / tp, stored=stored)
         recurrent = self._matmul(one.projected / tp, model.hidden, stored=stored) + out
-        return (model.attending * attention + one.layers * recurrent) / model.layers
+        return attention * self._share("a") + recurrent * self._share("r")
+
+    def _share(self, part: str) -> float:
+        """The share of layers with a part, see `ModelConfig.having`."""
+        return self.model.having(part) / self.model.layers
+
+    @property
+    def _halves(self) -> float:
+        """Half of the norms of a layer: 1, as mixers and MLP have one each; less on average where a layer has one."""
+        return (self._share("ar") + self._share("m")) / 2
 
     def expand(self, rows: float) -> float:
         """Seconds in which `rows` latents are expanded to keys and values; 0 without latents.
@@ -216,10 +227,10 @@ class LayerCosts:
         parts, tp = 2 if model.gated else 1, self.parallel.tp
         experts = self._experts(parts * model.mlp / tp, model.hidden) + self.down + router
         if not model.dense:
-            return experts
+            return experts * self._share("m")
         sizes = ((parts * model.dense_mlp / tp, model.hidden), (model.hidden, model.dense_mlp / tp))
         dense = sum(self._matmul(wide, inner, stored=model.mlp_item) for wide, inner in sizes)
-        return experts + (dense - experts) * model.dense / model.layers
+        return (experts * model.expert_layers + dense * model.dense) / model.layers
 
     @cached_property
     def norms(self) -> float:
@@ -234,14 +245,14 @@ class LayerCosts:
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
-        columns = model.experts_per_token * model.mlp / tp
-        moved = (84 if eager else 20) * model.hidden / tp
-        moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim
+        columns = model.experts_per_token * model.mlp / tp * self._share("m")
+        moved = (84 if eager else 20) * model.hidden / tp * self._halves
+        moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim * self._share("a")
         moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
             moved += 8 * model.experts_per_token * model.hidden / tp
         if self.software.fp8:
-            moved += CAST * (2 * model.hidden + self.heads * model.head_dim + columns)
+            moved += CAST * (2 * model.hidden * self._halves + self.heads * model.head_dim + columns)
         return self.rows * moved * self.item / 2 / memory_bandwidth(self.machine)
 
     @cached_property
@@ -255,10 +266,11 @@ class LayerCosts:
             return 0.0
         size = self.rows * self.model.hidden * self.item
         once = collective_seconds(self.machine, size, tp, 1) + 2 * size / memory_bandwidth(self.machine)
-        seconds = self.software.exchanges * once
+        times = self.software.exchanges * self._halves
+        seconds = times * once
         if not self.software.hides_exchanges:
             return seconds
-        slowed = slowdown_seconds(self.machine, seconds, self.software.exchanges * size)
+        slowed = slowdown_seconds(self.machine, seconds, times * size)
         return max(slowed, seconds - self.projections - self.mlp)
 
     @cached_property
@@ -303,27 +315,68 @@ class LayerCosts:
         return self.rows * self.model.hidden * self.item // self.parallel.tp
 
     @property
-    def attention_bytes(self) -> int:
-        """The bytes of attention's output and lse; checkpointing="attention" saves them in addition to the input."""
-        return self.rows * self.heads * (self.model.value_dim * self.item + 4)
+    def kept_bytes(self) -> int:
+        """The bytes that a layer saves for its backward, by the kind of checkpointing; of layers that differ, the mean.
+
+        "attention" also saves the outputs of attention and recurrence. torchtitan's "selective op" saves these, the
+        outputs of the products of q, v, gate and the last one, and what the ranks of an ep group exchange.
+        """
+        return self._mean(self._kept)
 
     @property
-    def kept_bytes(self) -> int:
-        """The bytes that a layer saves for its backward, by the kind of checkpointing.
+    def activation_bytes(self) -> int:
+        """The bytes of activations that a layer's backward reads if nothing is computed again; the mean over layers."""
+        return self._mean(self._activations)
 
-        torchtitan's "selective op" saves the outputs of attention, of the products of q, v, gate and the last one, and
-        what the ranks of an ep group exchange.
-        """
-        model, kind = self.model, self.parallel.checkpointing
-        if kind == "none":
-            return self.activation_bytes
-        kept = self.input_bytes + (0 if self.parallel.recomputes_all else self.attention_bytes)
-        if kind == "selective":
-            columns = model.hidden // self.parallel.tp + self.heads * model.head_dim + self.kv_heads * model.value_dim
-            columns += model.experts_per_token * model.mlp // self.parallel.tp
-            columns += 2 * model.experts_per_token * model.hidden if self.parallel.ep > 1 else 0
+    @property
+    def again_bytes(self) -> int:
+        """The most bytes that a layer takes, beyond those it saves on average, while its forward is computed again."""
+        return max(map(self._activations, self.model.kinds)) - self.kept_bytes
+
+    def _mean(self, count: Callable[[str], int]) -> int:
+        return sum(count(kind) * layers for kind, layers in Counter(self.model.kinds).items()) // self.model.layers
+
+    def _outputs(self, kind: str) -> int:
+        """The bytes of attention's output and lse, and of the output of a recurrence."""
+        model, one = self.model, self.model.recurrence
+        found = self.rows * self.heads * (model.value_dim * self.item + 4) if "a" in kind else 0
+        return found + (self.rows * one.output * self.item // self.parallel.tp if "r" in kind and one else 0)
+
+    def _kept(self, kind: str) -> int:
+        """The bytes that a layer of this kind saves."""
+        model, saves, tp = self.model, self.parallel.checkpointing, self.parallel.tp
+        if saves == "none":
+            return self._activations(kind)
+        kept = self.input_bytes + (0 if self.parallel.recomputes_all else self._outputs(kind))
+        if saves == "selective":
+            columns = model.hidden // tp
+            if "a" in kind:
+                columns += self.heads * model.head_dim + self.kv_heads * model.value_dim
+            if "m" in kind:
+                columns += model.experts_per_token * model.mlp // tp
+                columns += 2 * model.experts_per_token * model.hidden if self.parallel.ep > 1 else 0
             kept += self.rows * columns * self.item
         return kept
+
+    def _activations(self, kind: str) -> int:
+        """The bytes of activations that the backward of a layer of this kind reads.
+
+        They are the inputs of two norms (2 h); q, k, v, output and lse of attention; the projected input and the output
+        of a recurrence; and the MLP's columns, both halves with a gate. If not compiled, also the results of the norms
+        (2 h) and of the activation function (m), which a compiler computes again. With experts, the e rows per token at
+        their input and output (2 e h). After Korthikanti et al. (2022), without dropout masks and scores. With
+        checkpointing="host" the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
+        the keys and values that are made of them.
+        """
+        model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
+        chosen, one = model.experts_per_token, model.recurrence
+        columns = chosen * ((2 if model.gated else 1) + more) * model.mlp if "m" in kind else 0
+        columns += 2 * chosen * model.hidden if model.experts > 1 and "m" in kind else 0
+        tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
+        rest = (2 + 2 * more) * model.hidden * (1 if len(kind) > 1 else 0.5) // tp
+        rest += self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim) if "a" in kind else 0
+        rest += one.projected // tp if "r" in kind and one is not None else 0
+        return (self.rows * int(rest) + tile * (columns // tp)) * self.item + self._outputs(kind)
 
     def held(self, shard: str) -> float:
         """The number of parameters of which a rank holds the weights, the gradients or the optimizer states.
@@ -347,30 +400,6 @@ class LayerCosts:
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that a rank holds."""
         return ceil(self.software.states[1] * self.held("gradients"))
-
-    @property
-    def again_bytes(self) -> int:
-        """The bytes that a layer takes, beyond those it saves, while its forward is computed again."""
-        return self.activation_bytes - self.kept_bytes
-
-    @property
-    def activation_bytes(self) -> int:
-        """The bytes of activations that a layer's backward reads if nothing is computed again.
-
-        They are the inputs of two norms (2 h); q, k, v, output and lse of attention; and the MLP's columns, both halves
-        with a gate. If not compiled, also the results of the norms (2 h) and of the activation function (m), which a
-        compiler computes again. With experts, the e rows per token at their input and output (2 e h). After Korthikanti
-        et al. (2022), without dropout masks and scores. With checkpointing="host" the MLP computes one tile at a time,
-        with as many rows as the hidden size. Latents count as the keys and values that are made of them.
-        """
-        model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
-        chosen = model.experts_per_token
-        columns = chosen * ((2 if model.gated else 1) + more) * model.mlp
-        columns += 2 * chosen * model.hidden if model.experts > 1 else 0
-        tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
-        qkv = self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim)
-        rest = (2 + 2 * more) * model.hidden // tp + qkv
-        return (self.rows * rest + tile * (columns // tp)) * self.item + self.attention_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,15 +126,14 @@ class Parallel:
     def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
         """A model with only the layers of the pipeline stage that takes longest.
 
-        It has the largest number of layers, those with the most visible keys, and either the embedding or the output
-        matrix. Its weights are stored in the dtype of training, not in that of the published model.
+        It has the largest number of layers, those with the most work, and either the embedding or the output matrix.
+        Its weights are stored in the dtype of training, not in that of the published model.
         """
-        layers = ceil(model.layers / self.pp)
-        cuts = [model.windows[start : start + layers] for start in range(0, model.layers - layers + 1, layers)]
-        windows = max(cuts, key=lambda cut: sum(tokens if window is None else min(window, tokens) for window in cut))
-        tied, dense = model.tied or self.pp > 1, model.dense if self.pp == 1 else 0
-        stored: dict[str, Any] = {"mlp_item": None, "attention_item": None}
-        return replace(model, layers=layers, windows=windows, tied=tied, dense=dense, **stored)
+        stored: dict[str, Any] = {"mlp_item": None, "attention_item": None, "tied": model.tied or self.pp > 1}
+        layers, work = ceil(model.layers / self.pp), model.work(tokens)
+        starts = range(0, model.layers - layers + 1, layers)
+        start = max(starts, key=lambda one: sum(work[one : one + layers]))
+        return replace(model.part(start, start + layers), **stored)
 
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
         """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""
@@ -143,10 +142,13 @@ class Parallel:
             raise InvalidInput(
                 f"tokens={tokens!r} must be a whole number of at least cp={self.cp}; try tokens={max(65536, self.cp)}"
             )
-        if model.heads % self.tp or (model.kv_heads % self.tp and self.tp % model.kv_heads) or model.mlp % self.tp:
+        recurrent = 0 if model.recurrence is None else model.recurrence.heads
+        whole = (model.heads, model.mlp, recurrent)
+        if any(count % self.tp for count in whole) or (model.kv_heads % self.tp and self.tp % model.kv_heads):
             raise InvalidInput(
                 f"tp={self.tp} does not divide the {model.heads} heads, {model.kv_heads} key/value heads and "
-                f"{model.mlp} MLP columns of {model.name}; try a power of two up to {model.kv_heads}"
+                f"{model.mlp} MLP columns of {model.name}{f', {recurrent} recurrent heads' if recurrent else ''}; try "
+                f"a power of two up to {model.kv_heads}"
             )
         dtype = self.software.dtype
         if dtype not in ITEM_BYTES or ITEM_BYTES[dtype] != ITEM_BYTES[machine.flops_dtype or dtype]:
@@ -169,8 +171,6 @@ class Parallel:
                 f"pp={self.pp} interleaved={self.interleaved}: {model.name} has {model.layers} layers, and each part "
                 "of a stage needs one; give fewer stages or parts"
             )
-        if self.pp > 1 and model.recurrence is not None:
-            raise InvalidInput(f"pp={self.pp}: stages of layers that differ, as in {model.name}, are not modelled")
         if self.rows % (self.micro_batches or 1):
             raise InvalidInput(
                 f"micro_batches={self.micro_batches} must divide the batch={self.rows} sequences of a dp group; try "

@@ -29,7 +29,6 @@ class Recurrence:
     own: the parameters of a layer outside its matrices, minus those that an attention layer has outside its own.
     """
 
-    layers: Count
     heads: Count
     key_heads: Count
     keys: Count

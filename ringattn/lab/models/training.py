@@ -44,6 +44,8 @@ FRAGMENTS = 0.08
 ATTENTION_PARTS = ("attention forward", "attention backward", "attention again")
 #: Parts of a step that do not repeat per layer.
 BESIDE_LAYERS = ("loss", "optimiser", "fsdp")
+#: (layers, seconds forward, seconds backward) of the attention, recurrence or both of layers.
+Mixer = tuple[int, float, float]
 #: (seconds, bytes) of collectives.
 Collectives = tuple[float, float]
 #: (number of layers, attention of one of them) for a model's layers: `attention_of_layers`, or a bound on it.
@@ -145,7 +147,7 @@ def training_step(
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
-    states = 0.0 if one is None else 3.0 * sequences * tokens * one.layers * one.flops(summary=False)
+    states = 0.0 if one is None else 3.0 * sequences * tokens * model.recurring * one.flops(summary=False)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
@@ -236,18 +238,26 @@ def _parts(
         "gradients": copied * whole / memory,
         "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
-        "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.layers * costs.dispatch,
+        "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having("m") * costs.dispatch,
         "host": 0.0,
     }
     if parallel.checkpointing == "host":
-        parts["host"] = _host_seconds(costs, layers, recurrent)
+        parts["host"] = _host_seconds(costs, _mixers(model, layers, recurrent))
         parts["optimiser"] = 0.0
-    return {**parts, "fsdp": _exposed(costs, layers, parts["loss"])}
+    return {**parts, "fsdp": _exposed(costs, _mixers(model, layers, recurrent), parts["loss"])}
 
 
-def _host_seconds(
-    costs: LayerCosts, layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]
-) -> float:
+def _mixers(
+    model: ModelConfig, layers: list[tuple[int, LayerAttention]], recurrent: tuple[int, LayerRecurrence]
+) -> list[Mixer]:
+    """The attention, recurrence or both of each kind of layer; no seconds where a layer has neither."""
+    count, one = recurrent
+    both = sum("ar" in kind for kind in model.kinds)  # if any, all that attend
+    found = [(n, x.forward + one.forward * (both > 0), x.backward + one.backward * (both > 0)) for n, x in layers]
+    return [*found, (count - both, one.forward, one.backward), (model.layers - model.having("ar"), 0.0, 0.0)]
+
+
+def _host_seconds(costs: LayerCosts, mixers: list[Mixer]) -> float:
     """Seconds that memory on the host adds: copies of layers' inputs that computing does not hide, and the optimiser.
 
     A layer's input goes to the host while the next layer computes, and comes back while another one does. Gradients and
@@ -257,14 +267,13 @@ def _host_seconds(
     assert rate is not None, "Parallel.check"
     copy = costs.input_bytes / rate
     exposed = sum(
-        count * (max(copy - one.forward - costs.seconds, 0.0) + max(copy - one.backward - 2 * costs.seconds, 0.0))
-        for count, one in layers
+        count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - 2 * costs.seconds, 0.0))
+        for count, forward, backward in mixers
     )
-    exposed += recurrent[0] * 2 * max(copy - recurrent[1].forward - costs.seconds, 0.0)
     return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
 
 
-def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: float) -> float:
+def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
     """Seconds that collectives of weights and gradients add: what computing does not hide, layer by layer, and what
     hidden ones slow computing down by.
 
@@ -295,10 +304,10 @@ def _exposed(costs: LayerCosts, layers: list[tuple[int, LayerAttention]], loss: 
     forward, backward = collectives(model.layer - experts, experts)
     ends = forward[0] + backward[0] - (forward[0] if level == 3 else 0.0)
     exposed = 0.0
-    for count, one in layers:
-        again = costs.again + (one.forward if parallel.recomputes_all else 0.0)
-        behind = one.backward + 2 * costs.seconds - costs.exchanges + again
-        exposed += count * (added(forward, one.forward + costs.seconds) + added(backward, behind))
+    for count, mixing, back in mixers:
+        again = costs.again + (mixing if parallel.recomputes_all else 0.0)
+        behind = back + 2 * costs.seconds - costs.exchanges + again
+        exposed += count * (added(forward, mixing + costs.seconds) + added(backward, behind))
     outer = collectives(model.parameters - model.layers * model.layer)
     return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)
 
@@ -324,7 +333,7 @@ def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict
             else 0
         ),
         "activations": activations + costs.again_bytes,
-        "attention buffers": max(one.buffers for _, one in layers),
+        "attention buffers": max((one.buffers for _, one in layers), default=0),
         "logits": LOGIT * min(costs.software.loss_rows or costs.rows, costs.rows) * ceil(costs.classes),
         "reserved": int(RESERVED * (machine.memory or 0)),
     }

@@ -17,6 +17,7 @@ from ringattn.lab.models.config import MODELS, ModelConfig, from_hugging_face, l
 PUBLISHED = {
     **{"llama3_8b": 8.03e9, "llama3_70b": 70.6e9, "llama3_405b": 405e9, "mistral_7b": 7.24e9},
     **{"gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.83e9, "qwen3_next_80b": 79.67e9},
+    **{"kimi_linear_48b": 49.1e9, "nemotron_h_8b": 8_100_852_736, "falcon_h1_34b": 33.6e9},
     **{"deepseek_v2_lite": 15.7e9, "deepseek_v3": 671e9, "kimi_k2": 1.03e12, "glm5": 744e9},
 }
 #: A small model that keeps latents.
@@ -60,6 +61,26 @@ def test_models_have_the_published_parameters() -> None:
                 **{"num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
                 **{"linear_key_head_dim": 8, "linear_value_head_dim": 4, "full_attention_interval": 3},
             },
+        ),
+        (
+            "kimi_linear",
+            {
+                **{key: LATENT[key] for key in LATENT if key.startswith(("kv_", "qk_", "v_"))},
+                **{"num_key_value_heads": 6, "moe_intermediate_size": 16, "num_experts": 4, "num_shared_experts": 1},
+                **{"first_k_dense_replace": 1, "num_experts_per_token": 2},
+                "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 8, "num_heads": 4},
+            },
+        ),
+        (
+            "nemotron_h",
+            {
+                **{"layers_block_type": ["mamba", "mlp", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8},
+                **{"ssm_state_size": 16, "n_groups": 2},
+            },
+        ),
+        *(
+            ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_rms_norm": normed})
+            for normed in (False, True)
         ),
         ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
         ("deepseek_v3", LATENT),

@@ -51,12 +51,45 @@ def test_every_phase_counts_recurrent_layers() -> None:
     one = recur(LAYER, MACHINE, 1 << 16, cp=4, tp=1, layout="zigzag", batch=1, dtype="bfloat16")
     assert step.parts["recurrence"] == pytest.approx(36 * (one.forward + one.backward))
     assert "12 layers" in step.plan and "36 layers: recurrent" in step.plan
-    alone = training_step(replace(MODEL, recurrence=None, windows=()), MACHINE, 1 << 16, parallel)
+    alone = training_step(replace(MODEL, recurrence=None, windows=(), kinds=()), MACHINE, 1 << 16, parallel)
     assert step.parts["attention forward"] == pytest.approx(alone.parts["attention forward"] / 4)
     assert prefill(MODEL, MACHINE, 1 << 16, parallel).parts["recurrence"] == pytest.approx(36 * one.forward)
     token = decode(MODEL, MACHINE, 1 << 16, parallel)
     assert token.memory["states"] == 36 * 32 * 128 * 128 * 4 and token.parts["states"] > 0
-    with pytest.raises(ra.InvalidInput, match="stages of layers that differ"):
-        training_step(MODEL, MACHINE, 1 << 16, replace(parallel, pp=2))
     with pytest.raises(ra.Unsupported, match="runs of consecutive tokens"):
         training_step(MODEL, MACHINE, 1 << 16, replace(parallel, layout="striped(1)"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "attending", "recurrent"),
+    [
+        ("qwen3_next_80b", 2, 6, 18),
+        ("kimi_linear_48b", 4, 2, 5),
+        ("nemotron_h_8b", 4, 1, 6),
+        ("falcon_h1_34b", 8, 9, 9),
+    ],
+)
+def test_the_busiest_stage_has_the_layers_of_its_place(name: str, pp: int, attending: int, recurrent: int) -> None:
+    """Of Kimi Linear, layers 8 to 14, with 8 and 12; of Nemotron-H, layers 14 to 26, with 19; others repeat."""
+    model, tokens = load_model(name), 1 << 20
+    step = training_step(model, MACHINE, tokens, Parallel(cp=8, pp=pp, rows=pp, schedule="ring"))
+    assert step.plan.startswith(f"{attending} layers: ") and f"{recurrent} layers: recurrent" in step.plan
+    stage = Parallel(pp=pp).busiest_stage(model, tokens)
+    # What is counted over layers is the same, whether a layer is counted alone or in the whole.
+    parts = [model.part(i, i + 1) for i in range(model.layers)]
+    for count in ("active_parameters", "parameters"):
+        outside = model.hidden + model.table * (2 if count == "parameters" else 1)
+        alone, whole = ([getattr(one, count) - outside for one in each] for each in (parts, [model]))
+        assert sum(alone) == whole[0]
+    assert sum(len(one.windows) for one in parts) == model.attending and stage.layers == -(-model.layers // pp)
+
+
+def test_a_layer_with_both_takes_the_time_of_both() -> None:
+    """Falcon-H1 attends and recurs in each layer: collectives hide behind the sum, and no layer is counted twice."""
+    model = load_model("falcon_h1_34b")
+    parallel = Parallel(dp=8, rows=1, checkpointing="none", shard="weights")
+    step = training_step(model, MACHINE, 1 << 15, parallel)
+    alone = training_step(replace(model, kinds=("am",) * 72, recurrence=None), MACHINE, 1 << 15, parallel)
+    assert step.parts["attention forward"] == alone.parts["attention forward"]
+    assert step.parts["norms"] == alone.parts["norms"] and step.parts["projections"] > alone.parts["projections"]
+    assert step.memory["activations"] > alone.memory["activations"]
