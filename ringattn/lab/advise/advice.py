@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from math import ceil, log
+from math import log
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
@@ -17,8 +17,9 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY, PRESETS, get_machine
 from ...simulator.progress import Listener
 from ...text import did_you_mean, digits, duration, plural, rate, size
-from ..models.parallel import CHECKPOINTING, TORCHTITAN, Parallel
+from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, StepEstimate
+from . import torchtitan
 from .search import (
     EQUAL,
     SHOWN,
@@ -61,8 +62,8 @@ class Advice:
     lengths: list[TrainingCandidate | None]
     #: Seconds of the best candidate's step with each other library of attention kernels.
     libraries: dict[str, float]
-    #: The step that `launch` starts, as torchtitan makes it.
-    launched: StepEstimate
+    #: The step that `launch` starts, as torchtitan makes it; None if it has no such model, or refuses to.
+    launched: StepEstimate | None
 
     @cached_property
     def all(self) -> list[TrainingCandidate]:
@@ -87,7 +88,7 @@ class Advice:
     @property
     def unit(self) -> str:
         """The unit of cost."""
-        return "GPU hours" if self.best[0].offer.price is None else f"{CURRENCY} in presets"
+        return "GPU hours" if self.best[0].offer.price is None else CURRENCY
 
     @property
     def verdict(self) -> str:
@@ -114,7 +115,7 @@ class Advice:
         if not self.libraries:
             return []
         others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
-        why = ", which torchtitan's attention uses on this GPU" if best.library == torch_library(best.offer) else ""
+        why = ", which torch's attention takes first on this GPU" if best.library == torch_library(best.offer) else ""
         return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
 
     def _length_changes(self) -> Iterator[str]:
@@ -148,8 +149,8 @@ class Advice:
             assert first.offer.price is not None and other.offer.price is not None
             price = other.offer.price * first.cost / other.cost if other.cost else 0.0
             yield (
-                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} an hour; below {digits(price)} "
-                f"instead of {digits(other.offer.price)} an hour, {other.offer.name} is cheaper."
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} {CURRENCY} an hour; below "
+                f"{digits(price)} instead of {digits(other.offer.price)} {CURRENCY}, {other.offer.name} is cheaper."
             )
 
     def value(self, candidate: TrainingCandidate) -> float:
@@ -201,11 +202,14 @@ class Advice:
     @property
     def launched_words(self) -> str:
         """A sentence on how the step that the command `launch` runs differs from the recommended one."""
+        if self.launched is None:
+            return f"{torchtitan.why_not(self.question.model, self.best[0].parallel)}: train with ringattn.train."
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
-            "torchtitan gathers all keys at once, keeps fp32 weights, and holds all logits of a micro-batch: there a "
-            f"step takes {duration(self.launched.seconds)} and {size(self.launched.needed)}{room} [modelled]"
+            f"torchtitan {torchtitan.RELEASE} attends by FlexAttention, gathers all keys at once, keeps fp32 weights, "
+            f"and computes logits in {torchtitan.CHUNKS} parts: there a step takes {duration(self.launched.seconds)} "
+            f"and {size(self.launched.needed)}{room} [modelled]"
         )
         if self.launched.fits is not False:
             return f"{words}."
@@ -213,35 +217,11 @@ class Advice:
 
     @property
     def launch(self) -> str:
-        """The command that launches the best candidate in torchtitan, with the model's config file."""
-        best, parallel = self.best[0], self.best[0].parallel
-        node = min(best.offer.machine.ranks_per_node, best.step.gpus)
-        numbers = {
-            "job.config_file": f"{self.question.model.name}.toml",
-            "training.seq_len": self.question.tokens,
-            "training.local_batch_size": parallel.rows,
-            f"parallelism.data_parallel_{'replicate' if parallel.shard == 'none' else 'shard'}_degree": parallel.dp,
-            "parallelism.context_parallel_degree": parallel.cp,
-            "parallelism.tensor_parallel_degree": parallel.tp,
-            "parallelism.pipeline_parallel_degree": parallel.pp,
-            "parallelism.expert_parallel_degree": parallel.ep,
-            "parallelism.expert_tensor_parallel_degree": parallel.tp,
-            "parallelism.fsdp_reshard_after_forward": "always" if parallel.shard == "weights" else "never",
-            "activation_checkpoint.mode": as_torchtitan(parallel).checkpointing,
-            "activation_checkpoint.selective_ac_option": "op",
-        }
-        if parallel.interleaved > 1:
-            numbers |= {
-                "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-                "parallelism.pipeline_parallel_layers_per_stage": ceil(
-                    self.question.model.layers / (parallel.pp * parallel.interleaved)
-                ),
-                "parallelism.pipeline_parallel_first_stage_less_layers": 0,
-                "parallelism.pipeline_parallel_last_stage_less_layers": 0,
-            }
-        flags = " ".join(f"--{name} {value}" for name, value in numbers.items())
-        nodes = f"torchrun --nnodes {best.step.gpus // node} --nproc_per_node {node}"
-        return f"{nodes} -m torchtitan.train {flags} --compile.enable --activation_checkpoint.early_stop"
+        """The command that launches the best candidate in torchtitan; "" where that cannot run it."""
+        if self.launched is None or self.launched.fits is False:
+            return ""
+        best = self.best[0]
+        return torchtitan.command(self.question.model, best.offer.machine, self.question.tokens, best.parallel)
 
     @property
     def not_fitting(self) -> list[str]:
@@ -269,28 +249,14 @@ class Advice:
         }
 
 
-def as_torchtitan(parallel: Parallel) -> Parallel:
-    """The same parallelism as torchtitan would run it.
-
-    torchtitan gathers all keys before the attention. Its checkpointing can neither save only the output of attention
-    nor offload activations to the host: both become "full".
-    """
-    return replace(
-        parallel,
-        schedule="allgather" if parallel.cp > 1 else parallel.schedule,
-        checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
-        software=replace(TORCHTITAN, dtype=parallel.software.dtype),
-    )
-
-
 def torch_library(offer: Offer) -> str | None:
-    """The attention library that torch, and so torchtitan, uses on a machine; None for a machine without kernel data.
+    """The attention library that torch uses on a machine; None for a machine without kernel data.
 
-    It is flash-attn 2 ("fa2"), which torch contains, or else the first library of the machine's preset; on Blackwell
-    torch prefers cuDNN (torchtitan, models/attention.py).
+    It is cuDNN, which torchtitan's scaled_dot_product_attention takes first on every GPU, or else flash-attn 2 ("fa2"),
+    which torch contains, or the first library of the machine's preset.
     """
     names = [*PRESETS[offer.machine.preset].kernels] if offer.machine.preset else []
-    return "fa2" if "fa2" in names else next(iter(names), None)
+    return next((name for name in ("cudnn", "fa2", *names) if name in names), None)
 
 
 def describe_place(candidate: TrainingCandidate) -> str:
@@ -412,7 +378,12 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         if name != best[0].library:
             rates = get_machine(f"{machine.preset}/{name}").kernel_rates
             libraries[name] = question.step(replace(machine, kernel_rates=rates), best[0].parallel).seconds
-    launched = question.step(machine, as_torchtitan(best[0].parallel))
+    launched = None
+    if not torchtitan.why_not(question.model, best[0].parallel):
+        flex = next((name for name in libraries if name == "triton"), None)  # FlexAttention is a Triton kernel
+        rates = get_machine(f"{machine.preset}/{flex}").kernel_rates if flex else machine.kernel_rates
+        same = torchtitan.as_torchtitan(question.model, question.tokens, best[0].parallel)
+        launched = question.step(replace(machine, kernel_rates=rates), same)
     return Advice(question, by, found, best, bandwidths, lengths, libraries, launched)
 
 
@@ -459,7 +430,8 @@ def record(advice: Advice) -> dict[str, Any]:
         "does not fit": advice.not_fitting,
         "how sure": advice.doubts,
         "launch": advice.launch,
-        "launched": {"seconds": advice.launched.seconds, "bytes": advice.launched.needed, "fits": advice.launched.fits},
+        "launched": advice.launched
+        and {"seconds": advice.launched.seconds, "bytes": advice.launched.needed, "fits": advice.launched.fits},
         "numbers": describe_numbers(advice),
         "counts": {f"{name}, {gpus} GPUs": dict(found.counts) for (name, gpus), found in advice.found.items()},
         "refused": advice.refused,
@@ -500,7 +472,7 @@ def tabulate(candidates: Sequence[TrainingCandidate]) -> tuple[list[str], list[l
             f"{place}. {candidate.offer.name} x {candidate.step.gpus}: {candidate.name}",
             duration(candidate.seconds),
             duration(candidate.step.seconds),
-            f"{digits(candidate.cost)}" + (" GPU h" if candidate.offer.price is None else ""),
+            f"{digits(candidate.cost)} {'GPU h' if candidate.offer.price is None else CURRENCY}",
             "" if candidate.step.mfu is None else f"{candidate.step.mfu:.1%}",
             size(candidate.step.bytes),
         ]

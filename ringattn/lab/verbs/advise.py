@@ -15,7 +15,7 @@ from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...machine.presets import MACHINES, get_machine
 from ...simulator.progress import listening
-from ...simulator.reporting.console import print_grid, print_paragraph, show_progress
+from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
 from ...text import did_you_mean
 from ..advise.advice import Advice, advise, explain, record, tabulate, torch_library
 from ..advise.search import Offer, Question
@@ -148,4 +148,5 @@ def _print(advice: Advice) -> None:
             print_paragraph(f"{title}: {line}")
     print_paragraph(advice.counts)
     print_paragraph(f"note: {advice.launched_words}")
-    print_paragraph(f"launch: {advice.launch}")
+    if advice.launch:
+        print_plain(f"launch: {advice.launch}")  # on one line, to be copied

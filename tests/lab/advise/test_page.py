@@ -51,6 +51,9 @@ def test_the_json_has_every_number(folder: Path) -> None:
 def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None:
     page = (folder / "advice.html").read_text()
     assert not re.search(r'(src|href)="(?!data:|#)(?!https?://www\.w3\.org)[^"]*"', page)
+    advice = json.loads((folder / "advice.json").read_text())
+    assert f"<pre>{advice['launch']}</pre>" in page and advice["launch"].startswith("torchrun --nnodes 1 ")
+    assert "USD" in page and "USD" in advice["verdict"]
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     if BROWSER is None:
         pytest.skip("no Chromium on this machine")

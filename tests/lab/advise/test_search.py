@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.lab.advise.advice import LENGTHS, advise, nearest_miss, span
+from ringattn.lab.advise import torchtitan
+from ringattn.lab.advise.advice import LENGTHS, advise, nearest_miss, record, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.parallel import Parallel
@@ -146,20 +151,75 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
     small = load_model("llama3_8b")
     full = advise(Question(small, (offer,), 3 << 20, 8))
-    assert full.best[0].parallel.checkpointing == "host" and full.launched.fits is False
+    assert full.best[0].parallel.checkpointing == "host" and full.launched is not None
+    assert full.launched.fits is False and full.launch == "" and record(full)["launch"] == ""
     assert "which does not fit: train with ringattn.train" in full.launched_words
     assert f"Kernel: with fa3, a step takes {duration(full.best[0].step.seconds)}; " in " ".join(full.changes)
     tight = advise(Question(small, (offer,), 5_040_000, 8))
     assert tight.best[0].is_tight and any("an allocator could take" in line for line in tight.doubts)
     assert not full.best[0].is_tight and not any("allocator" in line for line in full.doubts)
-    assert f"--parallelism.context_parallel_degree {full.best[0].parallel.cp} " in full.launch
     with pytest.raises(
         InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; \d+ GPUs would be enough"
     ):
         advise(Question(small, (offer,), 1 << 23, 8))
     experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
     assert experts.best[0].parallel.ep == 8 and any("No published step has experts" in line for line in experts.doubts)
-    assert "--parallelism.expert_parallel_degree 8 " in experts.launch
+    assert "--parallelism.expert_parallel_degree 8 " in experts.launch or experts.best[0].parallel.cp > 1
+    assert advise(Question(MODEL, (offer,), 4096, 8)).launched_words == (
+        "torchtitan 0.3.0 has no configuration of tiny: train with ringattn.train."
+    )
     best = search(Question(load_model("llama3_405b"), (offer,), 8192, 16384, 2048), offer, 16384, 5).best
     (meta,) = (one for one in best if one.name == "dp=128 tp=8 pp=16")
     assert meta.seconds <= step_band(())[1] * best[0].seconds
+
+
+def test_refused_candidates_are_counted_and_named_and_do_not_end_the_search() -> None:
+    """A recurrence of 33 heads cannot be split by tp=2: those are left out, and the rest of the search goes on."""
+    model = load_model("qwen3_next_80b")
+    assert model.recurrence is not None
+    odd = replace(model, recurrence=replace(model.recurrence, heads=33))
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    question = Question(odd, (offer,), 8192, 16)
+    found = search(question, offer, 16, 1)
+    refused = [one for one in list_spreads(question, offer.machine, 16) if one.tp == 2]
+    assert found.best and all(one.parallel.tp == 1 for one in found.best)
+    assert found.counts["refused"] == sum(found.refused.values()) >= len(refused) > 0
+    assert all("tp=2 does not divide" in reason and "33 recurrent heads" in reason for reason in found.refused)
+
+
+#: Names of torchtitan, as its release on PyPI had them on a date.
+TITAN = json.loads((Path(__file__).parent / "torchtitan_names.json").read_text())
+
+
+@pytest.mark.parametrize("name", [*torchtitan.CONFIGS])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(cp=4, dp=2, shard="weights", checkpointing="attention"),
+        Parallel(dp=4, tp=2, shard="none", checkpointing="none"),
+        Parallel(dp=2, tp=2, ep=2, pp=4, interleaved=2, rows=8, shard="gradients", checkpointing="selective"),
+    ],
+)
+def test_the_command_has_names_that_torchtitan_knows(name: str, parallel: Parallel) -> None:
+    model, machine = load_model(name), ra.get_machine("h100_nvlink_ib")
+    if refused := torchtitan.why_not(model, parallel):
+        assert parallel.cp > 1 and name.startswith("gpt_oss") and "refuses context parallelism" in refused
+        return
+    words = shlex.split(torchtitan.command(model, machine, 8192, parallel))
+    assert TITAN["release"] == torchtitan.RELEASE and words[-1] in TITAN["subcommands"]
+    start = words.index("torchtitan.train") + 1
+    assert dict(pairwise(words))["--nproc_per_node"] == "8" and words[start - 2] == "-m"
+    given, flags = dict[str, str](), list[str]()
+    for word, after in pairwise(words[start:]):
+        if word.startswith("--"):
+            given |= {} if after.startswith(("--", "activation")) else {word[2:]: after}
+            flags += [word[2:]] if after.startswith(("--", "activation")) else []
+    assert given.pop("config") in TITAN["configs"][given.pop("module")]
+    assert all(TITAN["options"][flag] == "bool" for flag in flags)
+    for option, value in given.items():
+        kind = TITAN["options"][option]
+        assert int(value) >= 0 if kind.startswith("int") else f"'{value}'" in kind or kind.startswith("str"), option
+    degrees = [int(given[f"parallelism.{kind}_parallel_degree"]) for kind in ("context", "tensor", "pipeline")]
+    data = [int(given[f"parallelism.data_parallel_{kind}_degree"]) for kind in ("replicate", "shard")]
+    assert prod([*degrees, *data]) == parallel.gpus
+    assert (parallel.pp > 1) <= ("training.disable_cuda_graphs" in flags)
