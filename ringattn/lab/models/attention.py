@@ -42,6 +42,14 @@ class LayerAttention:
     buffers: int
     #: Layout, schedule and solver, in words.
     plan: str
+    #: By how many seconds the host takes longer to start a forward, and a backward, than the rank takes to run it.
+    late: tuple[float, float] = (0.0, 0.0)
+
+    def queued(self, forward: float, backward: float) -> LayerAttention:
+        """The attention where the rest of the layer takes these seconds, in which the host starts calls ahead."""
+        rest = zip(self.late, (forward, backward), strict=True)
+        forward, backward = (max(late - seconds, 0.0) for late, seconds in rest)
+        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
 
 
 def attention_of_layers(
@@ -62,8 +70,6 @@ def attention_of_layers(
     tp = parallel.tp
     if not model.attending:
         return []
-    if parallel.cp == 1:  # one kernel call, which the host queues ahead
-        machine = replace(machine, host=None, host_call=None)
     if tp > 1:  # every tp-th rank of a node is in the group
         shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
         machine = replace(machine, ranks_per_node=max(machine.ranks_per_node // tp, 1), bandwidth=shared)
@@ -191,6 +197,7 @@ def _attend(
         passes = [simulate(plan, sizes["machine"], backward=way) for way in ((False, True) if backward else (False,))]
         buffers = max(sum(size for part, size in one.memory.items() if part not in _ACTIVATIONS) for one in passes)
         planned = f"{layout if 'q_layout' in cut else plan.layout.name}, {plan.schedule} ({passes[0].solver})"
-        seconds = passes[0].seconds, passes[-1].seconds if backward else 0.0
-        layers.append(LayerAttention(*seconds, buffers, planned))
+        late = passes[0].exposed["host"], passes[-1].exposed["host"] if backward else 0.0
+        seconds = passes[0].seconds - late[0], passes[-1].seconds - late[1] if backward else 0.0
+        layers.append(LayerAttention(*seconds, buffers, planned, late))
     return layers

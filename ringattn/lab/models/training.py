@@ -145,6 +145,7 @@ def training_step(
     stage = parallel.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
+    layers = [(count, one.queued(costs.seconds, 2 * costs.seconds)) for count, one in layers]
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * model.recurring * one.flops(summary=False)

@@ -151,8 +151,6 @@ def predict_measurements(
 def _machine(row: Measurement, unseen: str) -> Machine:
     """The machine of a row: its preset with the source's kernel. Libraries gather keys in one call."""
     machine = PRESETS[row.machine].machine(row.machine, row.kernel, unseen=unseen).changed(one_gather=True)
-    if row.gpus == 1:  # bare kernels are timed in a queue that the host fills ahead
-        return machine.changed(host=None, host_call=None)
     # USP exchanges unpacked q, k and v one after another: two more steps for the host than ours.
     more = SEPARATE if row.schedule.startswith("ulysses") and "no_packed" in row.method else 0
     return machine.changed(host_call=(machine.host_call or 0.0) + more * (machine.host or 0.0))

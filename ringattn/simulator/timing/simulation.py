@@ -120,7 +120,7 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
 def _host_seconds(problem: TimingProblem) -> float:
     """Seconds that the host needs to start all calls of a pass, on the rank with the most; sampled on many ranks."""
     plan, machine = problem.rates.plan, problem.rates.machine
-    if not machine.host and not machine.host_call:
+    if plan.ranks == 1 or (not machine.host and not machine.host_call):  # nothing to wait for: calls queue ahead
         return 0.0
     if not isinstance(problem.ring, str):
         calls = problem.ring.calls
