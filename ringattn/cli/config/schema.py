@@ -250,7 +250,10 @@ class SimulateConfig(TwoSides):
     interleaved: int
     checkpointing: str
     sharding: str
-    fp8: bool
+    fp8: Any
+    lora: int | None
+    documents: Any
+    tp_overlap: bool
     numerics: NumericsGroup
     study: StudyGroup
 
@@ -261,6 +264,7 @@ class SimulateConfig(TwoSides):
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
         models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
+        models += " lora documents tp_overlap"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate reproducible backward seed q_tokens q_first"
         if self.shard is not None:
@@ -294,7 +298,8 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode numerics trace heads head_dim value_dim block {without}", reason)
         if self.phase != "training":
-            refuse(self, "checkpointing sharding ep pp micro_batches interleaved", f"with phase={self.phase}")
+            training = "checkpointing sharding ep pp micro_batches interleaved lora documents"
+            refuse(self, training, f"with phase={self.phase}")
         if self.phase != "prefill":
             refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":

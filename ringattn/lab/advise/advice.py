@@ -126,7 +126,7 @@ class Advice:
             if one is not None:
                 is_same = (one.name, one.choices) == (best.name, best.choices)
                 found = f"this candidate stays the {most}" if is_same else f"the {most} is {one.name}, {one.choices}"
-            yield f"Tokens: at {max(int(self.question.tokens * factor), 1):,} {found}."
+            yield f"Tokens: at {self.question.resized(factor).tokens:,} {found}."
 
     def _memory_change(self) -> str:
         """What more memory would allow."""
@@ -203,7 +203,9 @@ class Advice:
     def launched_words(self) -> str:
         """A sentence on how the step that the command `launch` runs differs from the recommended one."""
         if self.launched is None:
-            return f"{torchtitan.why_not(self.question.model, self.best[0].parallel)}: train with ringattn.train."
+            best = self.best[0]
+            _, why = torchtitan.configuration(self.question.model, best.offer.machine, best.parallel)
+            return f"{why}: train with ringattn.train."
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
@@ -332,7 +334,7 @@ def describe_numbers(advice: Advice) -> list[str]:
 
 def _most_tokens(question: Question, offer: Offer, gpus: int, checkpointing: str) -> int:
     """The most tokens of one sequence that fit, in powers of two, by counted bytes; 0 if none do."""
-    asked = (replace(question, tokens=1 << i, batch=1) for i in range(10, MOST_TOKENS.bit_length()))
+    asked = (replace(question, tokens=1 << i, batch=1, documents=()) for i in range(10, MOST_TOKENS.bit_length()))
     fitting = takewhile(lambda one: _any_fits(one, offer, gpus, checkpointing), asked)
     return max((one.tokens for one in fitting), default=0)
 
@@ -371,7 +373,7 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         machines = (replace(one.offer.machine, bandwidth=x * one.offer.machine.bandwidth) for x in BANDWIDTHS)
         bandwidths.append([replace(one, step=question.step(machine, one.parallel)) for machine in machines])
     tell(len(tasks) + 1, len(tasks) + 2, "other lengths")
-    others = (replace(question, tokens=max(int(factor * question.tokens), 1)) for factor in LENGTHS)
+    others = (question.resized(factor) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
     machine, libraries = best[0].offer.machine, dict[str, float]()
     for name in PRESETS[machine.preset].kernels if machine.preset else ():
@@ -379,10 +381,10 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
             rates = get_machine(f"{machine.preset}/{name}").kernel_rates
             libraries[name] = question.step(replace(machine, kernel_rates=rates), best[0].parallel).seconds
     launched = None
-    if not torchtitan.why_not(question.model, best[0].parallel):
+    if torchtitan.configuration(question.model, machine, best[0].parallel)[0]:
         flex = next((name for name in libraries if name == "triton"), None)  # FlexAttention is a Triton kernel
         rates = get_machine(f"{machine.preset}/{flex}").kernel_rates if flex else machine.kernel_rates
-        same = torchtitan.as_torchtitan(question.model, question.tokens, best[0].parallel)
+        same = torchtitan.as_torchtitan(question.tokens, best[0].parallel)
         launched = question.step(replace(machine, kernel_rates=rates), same)
     return Advice(question, by, found, best, bandwidths, lengths, libraries, launched)
 
@@ -418,7 +420,8 @@ def record(advice: Advice) -> dict[str, Any]:
     return {
         "question": {
             "model": question.model.name,
-            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "dtype")},
+            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "documents")},
+            **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks", "lora")},
             "by": advice.by,
             "machines": {offer.name: offer.price for offer in question.offers},
         },

@@ -47,8 +47,8 @@ class Offer:
 class Question:
     """The question how best to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of `offers`.
 
-    `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage. Raises
-    InvalidInput.
+    `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage.
+    `documents` are the lengths of the documents packed in each sequence. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -56,7 +56,8 @@ class Question:
     tokens: int
     gpus: int
     batch: int | None = None
-    dtype: str = "bfloat16"
+    software: Software = field(default_factory=Software)
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "gpus", "batch"):
@@ -73,6 +74,11 @@ class Question:
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
         return counts
+
+    def resized(self, factor: float) -> Question:
+        """The question with sequences, or with packed documents, that are `factor` times as long."""
+        documents = tuple(max(int(factor * length), 1) for length in self.documents)
+        return replace(self, documents=documents, tokens=sum(documents) or max(int(factor * self.tokens), 1))
 
     def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
@@ -199,7 +205,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
     tp stays within a node and divides the K/V heads; a rank has at least the rows of one thread block. Each pipeline
     stage is tried as a whole, and interleaved: in the largest number of parts, at most PARTS, that divides its layers.
     """
-    model, software = question.model, Software(dtype=question.dtype)
+    model = question.model
     for tp, cp, pp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
         if (
@@ -218,7 +224,8 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         experts = divisors(gcd(model.experts - model.shared, cp * dp))
         kinds = [kind for kind in CHECKPOINTING if kind != "host" or machine.host_bandwidth is not None]
         for ep, checkpointing, shard in product(experts, kinds, shards):
-            options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": software}
+            options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": question.software}
+            options["documents"] = question.documents
             parallel = Parallel(cp, dp, tp, ep, rows=rows, pp=pp, **options)
             for interleaved in sorted(parts) if pp > 1 else (1,):
                 yield replace(parallel, interleaved=interleaved)
@@ -235,6 +242,8 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
     if cp == 1:
         return (("contiguous", "ring"),)
     layouts = LAYOUTS if any(model.windows) else LAYOUTS[:1]
+    if parallel.documents:
+        layouts = (*LAYOUTS, "balanced")
     if cp > SMALL:
         return [(layout, "auto" if cp <= LARGE else "ring") for layout in layouts]
     node = max(machine.ranks_per_node // tp, 1)
@@ -285,6 +294,7 @@ def least_attention_of_layers(
 
     layers = []
     for window, count in Counter(model.windows).items():
-        pairs = parallel.rows * heads * count_pairs(window or model.chosen, tokens) / parallel.cp
+        seen = count_pairs(window or model.chosen, tokens, parallel.documents)
+        pairs = parallel.rows * heads * seen / parallel.cp
         layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
     return layers

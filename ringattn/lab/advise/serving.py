@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
+from ...machine.presets import CURRENCY
 from ...simulator.progress import Listener
+from ...simulator.timing.costs import SECONDS_PER_HOUR
 from ...text import digits, duration, plural, size
 from ..models.config import ModelConfig
 from ..models.inference import decode, prefill
@@ -35,8 +37,7 @@ class ServingQuestion:
     gpus: int
     users: int = 1
     within: float | None = None
-    dtype: str = "bfloat16"
-    fp8: bool = False
+    software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "gpus", "users"):
@@ -93,12 +94,24 @@ class Serving:
                 f"takes {duration(one.seconds)}, {one.seconds / question.within:.3g} times the limit, on "
                 f"{plural(count, 'GPU')} with {one.parallel.name} [modelled]."
             )
-        one = self.best[gpus]
+        one, costs = self.best[gpus], self.costs(gpus)
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
-            f"{question.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU "
-            "[modelled]."
+            f"{question.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
+            f"{f', {costs} for 1e6 tokens' if costs else ''} [modelled]."
         )
+
+    def cost(self, gpus: int) -> float:
+        """The price of 1e6 tokens on this number of GPUs; the GPU hours if the offer has no price."""
+        price = self.question.offer.price
+        return 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR * (1.0 if price is None else price)
+
+    def costs(self, gpus: int) -> str:
+        """Cost and energy of 1e6 tokens, as text; "" where the machine has neither."""
+        offer, watts = self.question.offer, self.question.offer.machine.watts
+        hours = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR
+        found = [] if offer.price is None else [f"{digits(self.cost(gpus))} {CURRENCY}"]
+        return " and ".join([*found, *([] if watts is None else [f"{digits(hours * watts / 1000)} kWh"])])
 
     def describe_miss(self, gpus: int) -> str:
         """How much memory is lacking on this number of GPUs, and what takes most of it, in words."""
@@ -119,21 +132,23 @@ class Serving:
                 longest = max(parts, key=lambda name: parts[name])
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
-                rows.append((str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes)))
+                line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
+                rows.append((*line, self.costs(gpus)))
             elif one := self.misses.get(gpus):
-                rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes)))
+                rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
 
     @property
     def record(self) -> dict[str, Any]:
         """The answer as plain data: seconds and bytes."""
         question = self.question
-        names = ("phase", "tokens", "gpus", "users", "within", "dtype", "fp8")
+        names = ("phase", "tokens", "gpus", "users", "within")
         return {
             "question": {
                 "model": question.model.name,
                 "machine": question.offer.name,
                 **{name: getattr(question, name) for name in names},
+                **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks")},
             },
             "verdict": self.verdict,
             "chosen": self.chosen,
@@ -141,6 +156,7 @@ class Serving:
                 str(gpus): {
                     **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
                     **{name: getattr(one, name) for name in ("seconds", "parts", "memory", "plan")},
+                    "cost of 1e6 tokens": None if question.offer.price is None else self.cost(gpus),
                 }
                 for gpus, one in self.best.items()
             },
@@ -186,7 +202,6 @@ def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
     tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head.
     """
     model, machine = question.model, question.offer.machine
-    software = Software(question.dtype, question.fp8)
     for tp in divisors(gpus):
         if tp > machine.ranks_per_node or (model.kv_heads % tp and tp % model.kv_heads):  # ranks may share a head
             continue
@@ -195,4 +210,4 @@ def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
             if question.users % dp or cp > question.tokens:
                 continue
             schedule = "auto" if cp <= LARGE else "ring"
-            yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=software)
+            yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=question.software)

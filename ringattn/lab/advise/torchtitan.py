@@ -21,36 +21,49 @@ CONFIGS = {
     "deepseek_v2_lite": ("deepseek_v3", "deepseek_v3_16b"),
     "deepseek_v3": ("deepseek_v3", "deepseek_v3_671b"),
 }
-#: Configurations whose products are in 8 bits.
-IN_FP8 = ("llama3_405b",)
+#: Configurations whose products are in 8 bits, and those of a model that has others: with blocks of 32, on Blackwell.
+IN_FP8 = {"llama3_405b": "llama3_405b", "deepseek_v3": "deepseek_v3_671b_float8"}
+IN_BLOCKS = {"llama3_8b": "llama3_8b_mxfp8"}
 #: GPUs of a host, for machines whose nodes are racks of several hosts.
 IN_HOST = {"gb200_nvl72": 4}
 #: Modules whose attention, by calls for packed documents, refuses context parallelism.
 VARLEN = ("gpt_oss",)
 
 
-def why_not(model: ModelConfig, parallel: Parallel) -> str:
-    """Why torchtitan cannot train a model this way, as the beginning of a sentence; "" if it can."""
-    if model.name not in CONFIGS:
-        return f"torchtitan {RELEASE} has no configuration of {model.name}"
-    if parallel.cp > 1 and CONFIGS[model.name][0] in VARLEN:
-        return f"torchtitan {RELEASE} refuses context parallelism of {model.name}"
-    return ""
+def configuration(model: ModelConfig, machine: Machine, parallel: Parallel) -> tuple[str, str]:
+    """(module, function) of torchtitan's configuration; of why there is none, ("", the beginning of a sentence)."""
+    name, software = model.name, parallel.software
+    if name not in CONFIGS:
+        return "", f"torchtitan {RELEASE} has no configuration of {name}"
+    module, config = CONFIGS[name]
+    if parallel.cp > 1 and module in VARLEN:
+        return "", f"torchtitan {RELEASE} refuses context parallelism of {name}"
+    if software.lora is not None:
+        return "", f"torchtitan {RELEASE} has adapters only in configurations of your own"
+    if software.fp8:
+        blackwell = machine.preset.startswith(("b200", "b300", "gb200"))
+        config = IN_FP8.get(name) or (IN_BLOCKS.get(name, "") if blackwell else "")
+    elif name == IN_FP8.get(name):  # its only configuration
+        config = ""
+    if not config:
+        return "", f"torchtitan {RELEASE} has no configuration of {name} in this precision"
+    return module, config
 
 
-def as_torchtitan(model: ModelConfig, tokens: int, parallel: Parallel) -> Parallel:
+def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     """The same parallelism as torchtitan would run it.
 
     torchtitan gathers all keys before the attention. Its checkpointing can neither save only the output of attention
     nor offload activations to the host: both become "full", which computes each layer to its end again.
     """
-    rows = parallel.rows // parallel.count * ceil(tokens / parallel.cp)
-    fp8, dtype = CONFIGS[model.name][1] in IN_FP8, parallel.software.dtype
+    rows, asked = parallel.rows // parallel.count * ceil(tokens / parallel.cp), parallel.software
+    same = {name: getattr(asked, name) for name in ("dtype", "fp8", "fp8_blocks", "hides_exchanges")}
+    software = replace(TORCHTITAN, **same, stops_early=False, loss_rows=ceil(rows / CHUNKS))
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
         checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
-        software=replace(TORCHTITAN, dtype=dtype, fp8=fp8, stops_early=False, loss_rows=ceil(rows / CHUNKS)),
+        software=software,
     )
 
 
@@ -60,8 +73,8 @@ def command(model: ModelConfig, machine: Machine, tokens: int, parallel: Paralle
     Experts are split over ep x tp ranks, as torchtitan splits them over the ranks of tp, too.
     """
     node = min(IN_HOST.get(machine.preset, machine.ranks_per_node), parallel.gpus)
-    same = as_torchtitan(model, tokens, parallel)
-    nodes, (module, config) = parallel.gpus // node, CONFIGS[model.name]
+    nodes, same = parallel.gpus // node, as_torchtitan(tokens, parallel)
+    module, config = configuration(model, machine, parallel)
     replicated = parallel.shard == "none"
     schedule = "Interleaved1F1B" if parallel.interleaved > 1 else "1F1B"
     options: dict[str, object] = {
@@ -88,6 +101,8 @@ def command(model: ModelConfig, machine: Machine, tokens: int, parallel: Paralle
     flags = [f"--{name} {value}" for name, value in options.items()] + ["--compile.enable"]
     if parallel.pp > 1 or (parallel.ep * parallel.tp > 1 and model.experts > 1):
         flags.append("--training.disable_cuda_graphs")
+    if parallel.software.hides_exchanges and parallel.tp > 1:
+        flags.append("--compile.enable_async_tensor_parallel")
     meeting = " --rdzv_backend c10d --rdzv_endpoint $HOST:29500" if nodes > 1 else ""
     return (
         f"torchrun --nnodes {nodes} --nproc_per_node {node}{meeting} -m torchtitan.train {' '.join(flags)} "

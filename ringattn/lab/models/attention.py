@@ -12,7 +12,7 @@ from ...call.planner import make_plans
 from ...layout.composed import join_layouts, shift_layout
 from ...layout.regular import make_layout
 from ...machine.machine import Machine
-from ...pattern import Causal, Pattern, Window
+from ...pattern import Causal, Documents, Pattern, Window
 from ...simulator.timing.simulation import simulate
 from ...text import duration
 from .config import ModelConfig
@@ -79,7 +79,7 @@ def attention_of_layers(
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": parallel.cp, "schedule": parallel.schedule}
     sizes |= {"batch": parallel.rows, "dtype": parallel.software.dtype}
     queries = chunk or tokens
-    attend = partial(_attend, chunk=queries, layout=parallel.layout, **sizes)
+    attend = partial(_attend, chunk=queries, layout=parallel.layout, documents=parallel.documents, **sizes)
     if model.latent is None:
         weights = tuple((window, count // common) for window, count in windows.items())
         kv = {"kv_heads": max(model.kv_heads // tp, 1), "head_dim": model.head_dim}
@@ -89,7 +89,7 @@ def attention_of_layers(
     costs = LayerCosts(model, machine, parallel, 1)
     last = (tokens - 1) % queries + 1
     seen, attended = (
-        count_pairs(one, tokens) - (count_pairs(one, tokens - last) if last < tokens else 0)
+        count_pairs(one, tokens, parallel.documents) - (count_pairs(one, tokens - last) if last < tokens else 0)
         for one in (None, model.chosen)
     )
     found = {}
@@ -138,14 +138,15 @@ def _faster(machine: Machine, share: float) -> Machine:
     return replace(machine, flops=machine.flops / share, kernel=None, kernel_rates=rates)
 
 
-def attention_flops(model: ModelConfig, tokens: int) -> float:
+def attention_flops(model: ModelConfig, tokens: int, documents: tuple[int, ...] = ()) -> float:
     """FLOPs of attention in a forward and a backward for one sequence: 6 (D + Dv) for each attended pair and head.
 
     An indexer scores each visible pair, in the forward.
     """
-    pairs = sum(count_pairs(model.chosen if window is None else window, tokens) for window in model.windows)
+    windows = Counter(model.chosen if window is None else window for window in model.windows)
+    pairs = sum(count * count_pairs(window, tokens, documents) for window, count in windows.items())
     heads, dim, _ = (0, 0, 0) if model.latent is None or model.latent.index is None else model.latent.index
-    scores = 2.0 * heads * dim * model.attending * count_pairs(None, tokens)
+    scores = 2.0 * heads * dim * model.attending * count_pairs(None, tokens, documents)
     return 6.0 * (model.head_dim + model.value_dim) * model.heads * pairs + scores
 
 
@@ -165,20 +166,26 @@ def recurrence_of_layers(
     return model.recurring, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
 
 
-def _causal(window: int | None) -> Pattern:
-    """The causal mask, limited to the last `window` keys if given."""
-    return Causal() if window is None else Causal() & Window(window - 1)
+def _causal(window: int | None, documents: tuple[int, ...] = ()) -> Pattern:
+    """The causal mask, limited to the last `window` keys and to each of the documents, if given."""
+    pattern = Causal() if window is None else Causal() & Window(window - 1)
+    return pattern & Documents(documents) if documents else pattern
 
 
 @lru_cache(maxsize=4096)
-def count_pairs(window: int | None, tokens: int) -> int:
-    """How many (query, key) pairs one head of a layer with this window computes."""
-    return _causal(window).count(range(tokens), range(tokens))
+def count_pairs(window: int | None, tokens: int, documents: tuple[int, ...] = ()) -> int:
+    """How many (query, key) pairs one head of a layer with this window computes, also in packed documents."""
+    return sum(_causal(window).count(range(length), range(length)) for length in documents or (tokens,))
 
 
 @lru_cache(maxsize=4096)
 def _attend(
-    windows: tuple[tuple[int | None, int], ...], chunk: int, layout: str, backward: bool, **sizes: Any
+    windows: tuple[tuple[int | None, int], ...],
+    chunk: int,
+    layout: str,
+    documents: tuple[int, ...],
+    backward: bool,
+    **sizes: Any,
 ) -> list[LayerAttention]:
     """Attention of a layer for each (window, number of its layers); `sizes` are arguments of `make_plans`.
 
@@ -191,7 +198,8 @@ def _attend(
         chunks = [make_layout(layout, tokens=min(chunk, tokens - start), ranks=ranks) for start in starts]
         chunks = [shift_layout(one, start) for one, start in zip(chunks, starts, strict=True)]
         cut = {"layout": join_layouts(chunks), "q_layout": chunks[-1]}
-    plans = make_plans([_causal(window) for window, _ in windows], [count for _, count in windows], **cut, **sizes)
+    patterns = [_causal(window, documents) for window, _ in windows]
+    plans = make_plans(patterns, [count for _, count in windows], **cut, **sizes)
     layers = []
     for plan in plans:
         passes = [simulate(plan, sizes["machine"], backward=way) for way in ((False, True) if backward else (False,))]

@@ -191,6 +191,30 @@ class ModelConfig:
         return 0 if self.latent is None else self.head_dim - self.latent.rope + self.latent.value
 
     @property
+    def matrices(self) -> list[tuple[int, int, int, int]]:
+        """(how many in the model, how many of these for a token, inputs, outputs) of the matrices of layers."""
+        h, attending = self.hidden, self.attending
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.latent is None:
+            found = [(1, h, queries * (1 + self.gates_output)), (2, h, keys)]
+        else:
+            found = [(1, inner, wide) for wide, inner, _ in self.latent.inputs(h, queries)]
+            found.append((1, self.latent.rank, self.heads * self.expanded))
+        found.append((1, self.heads * self.value_dim, h))
+        sizes = [(n * attending, n * attending, inner, wide) for n, inner, wide in found]
+        if (one := self.recurrence) is not None:
+            ways = ((h, one.projected), (one.output, h))
+            sizes += [(self.recurring, self.recurring, inner, wide) for inner, wide in ways]
+        up, chosen = 2 if self.gated else 1, (self.experts, self.experts_per_token)
+        for layers, n, used, wide in ((self.expert_layers, *chosen, self.mlp), (self.dense, 1, 1, self.dense_mlp)):
+            sizes += [(up * layers * n, up * layers * used, h, wide), (layers * n, layers * used, wide, h)]
+        return [one for one in sizes if one[0]]
+
+    def adapters(self, rank: int) -> int:
+        """The number of parameters of adapters of this rank, two small matrices beside each matrix of a layer."""
+        return sum(count * rank * (inputs + outputs) for count, _, inputs, outputs in self.matrices)
+
+    @property
     def mixers(self) -> int:
         """The number of parameters, over all layers, in attention and in recurrent layers."""
         recurrent = 0 if self.recurrence is None else self.recurring * self.recurrence.matrices(self.hidden)

@@ -18,6 +18,8 @@ from .parallel import SHARDS, Parallel, Software
 TILE = 128
 #: Bytes that casting an element to 8 bits moves: one read, and two writes in two layouts.
 CAST = 4
+#: What a product whose scales differ by block reaches of the rate of one with a scale for each tensor [assumed].
+BLOCKWISE = 0.85
 #: Seconds to start a collective, part of `latency`; the rest of `latency` is per hop (NCCL, src/graph/tuning.cc: a
 #: ring starts in 6.6 us, a hop of the Simple protocol takes 3.4 us over NVLink and 14 us over a network).
 START = 6.6e-6
@@ -152,6 +154,7 @@ class LayerCosts:
         tiles = count * ceil(rows / TILE) * ceil(columns / TILE)
         idle = 0.0 if machine.kernel_rates is None else machine.kernel_rates.slots / 4
         rate = (machine.matmul_fp8 if fp8 else machine.matmul) or machine.flops
+        rate *= BLOCKWISE if fp8 and self.software.fp8_blocks else 1.0
         item = 1 if fp8 else self.item
         computing = 2.0 * count * rows * columns * inner / rate * (1 + idle / max(tiles, 1))
         moved = count * (item * rows * inner + self.item * rows * columns + (stored or item) * inner * columns)
@@ -291,14 +294,35 @@ class LayerCosts:
             return products / 2 + self.norms
         return products - last + self.norms + self.exchanges
 
-    def products(self, layers: int) -> dict[str, float]:
+    def products(self, layers: float, norms: float | None = None) -> dict[str, float]:
         """Seconds of computing in the forwards of `layers` layers, without attention: projections, mlp and norms."""
-        return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": layers * self.norms}
+        norms = layers if norms is None else norms
+        return {"projections": layers * self.projections, "mlp": layers * self.mlp, "norms": norms * self.norms}
+
+    @property
+    def trained(self) -> float:
+        """The trained share of parameters: 1, or with LoRA that of the adapters."""
+        rank = self.software.lora
+        return 1.0 if rank is None else self.model.adapters(rank) / self.model.parameters
+
+    @property
+    def back(self) -> int:
+        """How many forwards the products of a backward take: frozen weights have no gradient."""
+        return 2 if self.software.lora is None else 1
+
+    @property
+    def adapting(self) -> float:
+        """Seconds that a layer's adapters take in a forward, bound by reading inputs, and adding to outputs."""
+        if self.software.lora is None:
+            return 0.0
+        moved = sum(used * (inputs + 2 * outputs) for _, used, inputs, outputs in self.model.matrices)
+        moved *= self.rows * self.item / self.model.layers / self.parallel.tp
+        return moved / memory_bandwidth(self.machine)
 
     @property
     def seconds(self) -> float:
         """Seconds of a layer's forward without attention."""
-        return self.projections + self.mlp + self.norms + self.exchanges
+        return self.projections + self.mlp + self.norms + self.exchanges + self.adapting
 
     @property
     def classes(self) -> float:
@@ -382,11 +406,12 @@ class LayerCosts:
         """The number of parameters of which a rank holds the weights, the gradients or the optimizer states.
 
         `shard` names which of the three. If they are sharded over data-parallel ranks, it is the rank's shard;
-        otherwise, all parameters that tp and ep leave it.
+        otherwise, all parameters that tp and ep leave it. Only trained ones have gradients and states.
         """
+        share = 1.0 if shard == "weights" else self.trained
         if SHARDS.index(self.parallel.shard) >= SHARDS.index(shard):
-            return self.model.parameters / self.parallel.tp / self.parallel.group
-        return self.cut(self.model.parameters, self.model.layers)
+            return share * self.model.parameters / self.parallel.tp / self.parallel.group
+        return share * self.cut(self.model.parameters, self.model.layers)
 
     def cut(self, parameters: float, layers: int = 1) -> float:
         """The number of parameters that a rank holds, if tp and ep split `parameters` of the model.

@@ -29,6 +29,10 @@ class Software:
     dtype: str = "bfloat16"
     #: Whether a layer's products run in 8 bits, with casts, attention excepted; the output matrix never does.
     fp8: bool = False
+    #: Whether each block of 128 weights or inputs has its own scale in 8 bits, or else each tensor.
+    fp8_blocks: bool = False
+    #: Rank of the adapters beside each matrix of frozen weights (LoRA); None: all weights are trained.
+    lora: int | None = None
     #: Whether norms, rotary positions, gates and the loss are fused; if not, each of their steps is a kernel.
     compiled: bool = True
     #: Whether recomputing a layer skips its last product, which no backward reads (PyTorch from 2.1 on).
@@ -79,6 +83,8 @@ class Parallel:
     micro_batches: int | None = None
     #: Parts of the layers that each stage holds.
     interleaved: int = 1
+    #: Tokens of each document that is packed in a sequence; (): one document.
+    documents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("cp", "dp", "tp", "ep", "rows", "pp", "micro_batches", "interleaved"):
@@ -157,6 +163,13 @@ class Parallel:
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         self._check_rates(machine)
+        if self.documents and sum(self.documents) != tokens:
+            raise InvalidInput(
+                f"documents: their {sum(self.documents):,} tokens do not fill a sequence of {tokens:,}; give the "
+                f"rest as one more document, or tokens={sum(self.documents)}"
+            )
+        if self.software.lora is not None and self.software.lora < 1:
+            raise InvalidInput(f"lora={self.software.lora}: the rank must be at least 1; try lora=16")
         if model.experts == 1 < self.ep:
             raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")
         if (most := gcd(model.experts - model.shared, self.group)) % self.ep:

@@ -59,7 +59,8 @@ class StepEstimate(ModelEstimate):
     FLOPs are counted; everything else is predicted.
     """
 
-    #: FLOPs of the model without recomputation: 6 per active parameter and token, 6 (D + Dv) per visible pair and head.
+    #: FLOPs of the model without recomputation: 6 per active parameter (4 if frozen) and token, 6 (D + Dv) per visible
+    #: pair and head.
     flops: float
     #: Bytes that the loss takes for copies of logits while memory is plentiful.
     copies: int
@@ -145,11 +146,11 @@ def training_step(
     stage = parallel.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
-    layers = [(count, one.queued(costs.seconds, 2 * costs.seconds)) for count, one in layers]
+    layers = [(count, one.queued(costs.seconds, costs.back * costs.seconds)) for count, one in layers]
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * model.recurring * one.flops(summary=False)
-    memory = _memory(costs, layers)
+    memory, pairs = _memory(costs, layers), attention_flops(model, tokens, parallel.documents)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
         # On the first stage at once (Narayanan et al. 2021).
@@ -164,9 +165,9 @@ def training_step(
         memory=memory,
         copies=copies,
         machine=machine,
-        flops=sequences * (6.0 * model.active_parameters * tokens + attention_flops(model, tokens)) + states,
+        flops=sequences * (2.0 * (1 + costs.back) * model.active_parameters * tokens + pairs) + states,
         plan=describe_layers(layers, recurrent),
-        checkpoint_bytes=CHECKPOINT * model.parameters / parallel.gpus,
+        checkpoint_bytes=CHECKPOINT * costs.trained * model.parameters / parallel.gpus,
         outside=_outside(model, machine, tokens, parallel),
         host_bytes=_host_bytes(costs) if parallel.checkpointing == "host" else 0,
     )
@@ -184,6 +185,8 @@ def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
         "activations on the host": parallel.checkpointing == "host",
         "experts": model.experts > 1,
         "recurrent layers": model.recurrence is not None,
+        "LoRA": parallel.software.lora is not None,
+        "packed documents": bool(parallel.documents),
         f"{tokens:,} tokens": tokens > STEPS_TOKENS,
         "PCIe between GPUs": "pcie" in machine.preset,
         f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
@@ -222,10 +225,10 @@ def _parts(
     model, machine, parallel, software = costs.model, costs.machine, costs.parallel, costs.software
     memory = memory_bandwidth(machine)
     forward = sum(count * one.forward for count, one in layers)
-    # A chunked loss computes its logits twice.
-    products = 3 if software.loss_rows is None else 4
+    # A chunked loss computes its logits twice. Of a frozen matrix, the gradient is not computed.
+    products = (1 if software.loss_rows is None else 2) + costs.back
     moved = (FUSED_LOSS if software.compiled else LOSS_BY_STEPS) * costs.rows * costs.classes
-    copied = ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
+    copied = costs.trained * ADDING + (COPYING if parallel.shard == "weights" and parallel.group > 1 else 0)
     whole = costs.cut(model.parameters, model.layers)
     parts = {
         "attention forward": forward,
@@ -233,11 +236,12 @@ def _parts(
         "attention again": forward if parallel.recomputes_all else 0.0,
         "recurrence": recurrent[0] * (recurrent[1].forward + recurrent[1].backward),
         "recurrence again": recurrent[0] * recurrent[1].forward if parallel.recomputes_all else 0.0,
-        **costs.products(3 * model.layers),
+        **costs.products((1 + costs.back) * model.layers, 3 * model.layers),
+        "adapters": 3 * model.layers * costs.adapting,
         "all else again": model.layers * costs.again,
         "loss": products * costs.logits() + moved / memory,
         "gradients": copied * whole / memory,
-        "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + (CAST if software.fp8 else 0) * whole) / memory,
+        "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + CAST * software.fp8 * costs.trained * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
         "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having("m") * costs.dispatch,
         "host": 0.0,
@@ -268,7 +272,7 @@ def _host_seconds(costs: LayerCosts, mixers: list[Mixer]) -> float:
     assert rate is not None, "Parallel.check"
     copy = costs.input_bytes / rate
     exposed = sum(
-        count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - 2 * costs.seconds, 0.0))
+        count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - costs.back * costs.seconds, 0.0))
         for count, forward, backward in mixers
     )
     return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
@@ -291,11 +295,12 @@ def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
         shares = ((parameters / tp, group, tp), (experts / tp / ep, group // ep, tp * ep))
         gather, reduce = (
             sum(collective_seconds(machine, item * count, *ranks) for count, *ranks in shares)
-            for item in (costs.item, GRADIENT)
+            for item in (costs.item, GRADIENT * costs.trained)
         )
         moved = sum(count for count, ranks, _ in shares if ranks > 1)
         again, times = int(level == 3), 1 if level else 2
-        backward = again * gather + times * reduce, (again * costs.item + times * GRADIENT) * moved
+        kept = times * GRADIENT * costs.trained
+        backward = again * gather + times * reduce, (again * costs.item + kept) * moved
         return (gather, costs.item * moved) if level else (0.0, 0.0), backward
 
     def added(collective: Collectives, behind: float) -> float:
@@ -307,7 +312,7 @@ def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
     exposed = 0.0
     for count, mixing, back in mixers:
         again = costs.again + (mixing if parallel.recomputes_all else 0.0)
-        behind = back + 2 * costs.seconds - costs.exchanges + again
+        behind = back + costs.back * (costs.seconds - costs.exchanges) + costs.exchanges + again
         exposed += count * (added(forward, mixing + costs.seconds) + added(backward, behind))
     outer = collectives(model.parameters - model.layers * model.layer)
     return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)
@@ -329,7 +334,7 @@ def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict
         "optimizer": 0 if on_host else ceil(optimizer * costs.held("optimizer")),
         # Weights of the layer that computes and of the one gathered meanwhile; one's gradients before they are sharded.
         "gathered weights and gradients": (
-            ceil((costs.item * (layer + largest) if level >= 3 else 0) + (GRADIENT * largest if level >= 2 else 0))
+            ceil(costs.item * (layer + largest) * (level >= 3) + GRADIENT * costs.trained * largest * (level >= 2))
             if parallel.group > 1
             else 0
         ),

@@ -22,7 +22,7 @@ from ..advise.search import Offer, Question
 from ..advise.serving import Serving, ServingQuestion, serve
 from ..models.config import load_model
 from ..pages.figures import check_matplotlib
-from .settings import AdviseConfig
+from .settings import AdviseConfig, read_documents, read_software
 
 
 def main(config: AdviseConfig) -> None:
@@ -43,7 +43,8 @@ def main(config: AdviseConfig) -> None:
         tokens=parse_size(config.tokens, "tokens"),
         gpus=config.gpus,
         batch=config.batch,
-        dtype=config.dtype,
+        software=read_software(config),
+        documents=read_documents(config),
     )
     with show_progress(Console(stderr=True)) as tell:
         advice = advise(question, config.by, tell)
@@ -57,26 +58,34 @@ def main(config: AdviseConfig) -> None:
 
 
 def _serve(config: AdviseConfig) -> None:
-    """Print how many GPUs a prefill or a decode needs; also write it as JSON to `output.path`, if set."""
-    machine = config.machine.made(ranks=config.gpus)
+    """Print how many GPUs a prefill or a decode needs; also write it as JSON to `output.path`, if set.
+
+    With `prices`, for each machine, and which of them is cheapest.
+    """
+    offers = make_offers(config)
     question = ServingQuestion(
         load_model(config.model.path or str(config.model.spec)),
-        Offer(config.machine.path or config.machine.spec, machine, machine.price),
+        offers[0],
         config.phase,
         parse_size(config.tokens, "tokens"),
         config.gpus,
         1 if config.batch is None else config.batch,
         config.within,
-        config.dtype,
-        config.fp8,
+        read_software(config),
     )
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        serving = serve(question, tell)
+        servings = [serve(replace(question, offer=offer), tell) for offer in offers]
+    able = [(one.cost(one.chosen), one) for one in servings if one.chosen is not None]
+    first = min(able, key=lambda one: one[0], default=(0.0, servings[0]))[1]
     if config.output.path is not None:
-        write_json(config.output.path, serving.record)
+        others = [one.record for one in servings if one is not first]
+        write_json(config.output.path, first.record | ({"others": others} if others else {}))
     if config.output.path != STDOUT:
-        _print_serving(serving)
-    if serving.chosen is None:
+        for serving in servings:
+            _print_serving(serving)
+        if len(servings) > 1 and able:
+            print_paragraph(f"cheapest: {first.verdict}")
+    if first.chosen is None:
         sys.exit(2)
 
 
@@ -85,7 +94,8 @@ def _print_serving(serving: Serving) -> None:
     question, machine = serving.question, serving.question.offer.machine
     print_paragraph(serving.verdict)
     waits = f"{question.waits_for} [modelled]"
-    print_grid("", ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU"], serving.rows)
+    header = ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU", "1e6 tokens"]
+    print_grid("", header, serving.rows)
     for gpus in serving.misses:
         print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
@@ -100,14 +110,15 @@ def make_offers(config: AdviseConfig) -> list[Offer]:
     if config.prices is None:
         machine = config.machine.made(ranks=config.gpus)
         offer = Offer(config.machine.path or config.machine.spec, machine, machine.price)
-        return [offer if config.machine.library else _of_software(offer)]
+        return [offer if config.machine.library or config.phase != "training" else _of_software(offer)]
     if not isinstance(config.prices, dict) or not config.prices:
         raise InvalidInput(
             f"prices={config.prices}: expected prices per hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
         )
     if config.machine != default_of(config, "machine"):
         raise InvalidInput("machine= has no meaning beside prices=, which names the machines; leave one of them out")
-    return [_make_offer(str(name), price) for name, price in config.prices.items()]
+    offers = [_make_offer(str(name), price) for name, price in config.prices.items()]
+    return [_of_software(one) if config.phase == "training" and "/" not in one.name else one for one in offers]
 
 
 def _make_offer(name: str, price: object) -> Offer:
@@ -120,8 +131,7 @@ def _make_offer(name: str, price: object) -> Offer:
             f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or the "
             "part of a name before an underscore"
         )
-    offer = Offer(found or name, get_machine(found or name), float(price))
-    return offer if "/" in name else _of_software(offer)
+    return Offer(found or name, get_machine(found or name), float(price))
 
 
 def _of_software(offer: Offer) -> Offer:

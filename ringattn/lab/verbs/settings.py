@@ -18,9 +18,11 @@ from ...cli.config.groups import (
     check_choice,
     refuse,
 )
+from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput
 from ...files import check_writable
 from ...machine.machine import MACHINE_NUMBERS
+from ..models.parallel import Software
 
 
 @settings_of("advise", "output")
@@ -45,15 +47,18 @@ class AdviseConfig:
     dtype: str
     phase: str
     within: float | None
-    fp8: bool
+    fp8: Any
+    lora: int | None
+    documents: Any
+    tp_overlap: bool
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in this `phase`."""
         check_choice("phase", self.phase, PHASES)
         if self.phase == "training":
-            refuse(self, "within fp8", "with phase=training, only with phase=prefill or phase=decode")
+            refuse(self, "within", "with phase=training, only with phase=prefill or phase=decode")
         else:
-            refuse(self, "prices by output.page", f"with phase={self.phase}, only with phase=training")
+            refuse(self, "by output.page lora documents", f"with phase={self.phase}, only with phase=training")
 
 
 @settings_of("audit", "output")
@@ -136,3 +141,22 @@ class CalibrateConfig:
         refuse(self, " ".join([*measured, "machine.extrapolate"]), "here: a calibration measures it")
         if self.transport.spec == "none":
             refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
+
+
+def read_software(config: AdviseConfig | SimulateConfig) -> Software:
+    """How a framework runs a layer, by the keys dtype, fp8, lora and tp_overlap. Raises InvalidInput."""
+    check_choice("fp8", str(config.fp8).lower(), ("false", "true", "blocks"))
+    lora = config.lora if config.phase == "training" else None
+    fp8, blocks = bool(config.fp8), config.fp8 == "blocks"
+    return Software(config.dtype, fp8, fp8_blocks=blocks, lora=lora, hides_exchanges=config.tp_overlap)
+
+
+def read_documents(config: AdviseConfig | SimulateConfig) -> tuple[int, ...]:
+    """The tokens of each document that is packed in a sequence. Raises InvalidInput."""
+    given = [] if config.documents is None else config.documents
+    if not isinstance(given, list):
+        raise InvalidInput(f"documents={given}: expected the tokens of each, such as 'documents=[3000, 1096]'")
+    found = tuple(parse_size(one, "documents") for one in given)
+    if given and not min(found):
+        raise InvalidInput(f"documents={given}: a document has at least 1 token; leave out empty ones")
+    return found

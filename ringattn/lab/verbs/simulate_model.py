@@ -21,8 +21,9 @@ from ...text import digits, duration, plural, rate, size
 from ..models.config import ModelConfig, load_model
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
-from ..models.parallel import Parallel, Software
+from ..models.parallel import Parallel
 from ..models.training import StepEstimate, training_step
+from .settings import read_documents, read_software
 
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
@@ -48,7 +49,8 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
         checkpointing=config.checkpointing,
         shard=config.sharding,
         rows=config.batch,
-        software=Software(config.dtype, config.fp8),
+        software=read_software(config),
+        documents=read_documents(config),
     )
     machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
     if config.phase == "training":

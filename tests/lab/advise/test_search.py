@@ -19,7 +19,7 @@ from ringattn.lab.advise import torchtitan
 from ringattn.lab.advise.advice import LENGTHS, advise, nearest_miss, record, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
-from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.parallel import Parallel, Software
 from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ringattn.machine.bands import step_band
 from ringattn.text import duration
@@ -202,8 +202,10 @@ TITAN = json.loads((Path(__file__).parent / "torchtitan_names.json").read_text()
 )
 def test_the_command_has_names_that_torchtitan_knows(name: str, parallel: Parallel) -> None:
     model, machine = load_model(name), ra.get_machine("h100_nvlink_ib")
-    if refused := torchtitan.why_not(model, parallel):
-        assert parallel.cp > 1 and name.startswith("gpt_oss") and "refuses context parallelism" in refused
+    module, why = torchtitan.configuration(model, machine, parallel)
+    if not module:
+        refused = parallel.cp > 1 and name.startswith("gpt_oss") and "refuses context parallelism" in why
+        assert refused or (name == "llama3_405b" and "in this precision" in why)
         return
     words = shlex.split(torchtitan.command(model, machine, 8192, parallel))
     assert TITAN["release"] == torchtitan.RELEASE and words[-1] in TITAN["subcommands"]
@@ -223,3 +225,31 @@ def test_the_command_has_names_that_torchtitan_knows(name: str, parallel: Parall
     data = [int(given[f"parallelism.data_parallel_{kind}_degree"]) for kind in ("replicate", "shard")]
     assert prod([*degrees, *data]) == parallel.gpus
     assert (parallel.pp > 1) <= ("training.disable_cuda_graphs" in flags)
+
+
+def test_configurations_are_those_of_the_precision_and_of_no_adapters() -> None:
+    b200, h100 = ra.get_machine("b200_nvlink_ib"), ra.get_machine("h100_nvlink_ib")
+
+    def found(name: str, machine: ra.Machine, **software: Any) -> tuple[str, str]:
+        return torchtitan.configuration(load_model(name), machine, Parallel(software=Software(**software)))
+
+    assert found("llama3_8b", b200, fp8=True) == ("llama3", "llama3_8b_mxfp8")
+    assert found("llama3_405b", h100, fp8=True) == ("llama3", "llama3_405b")
+    assert found("deepseek_v3", h100, fp8=True)[1] in TITAN["configs"]["deepseek_v3"]
+    for wrong, words in (({"fp8": True}, "in this precision"), ({"lora": 8}, "adapters only in configurations")):
+        module, why = found("llama3_8b", h100, **wrong)
+        assert module == "" and words in why
+
+
+def test_packed_documents_are_searched_with_layouts_that_balance_them() -> None:
+    """43 lengths in 32k tokens: every candidate computes their pairs, and the advice scales their lengths."""
+    lengths = (8000, 6000, 4000, 3000, 2000, 1500, *(228,) * 36, 60)
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    question = ask(offers=(offer,), tokens=sum(lengths), documents=lengths, gpus=8, batch=1)
+    found, whole = (search(one, offer, 8, 1).best[0] for one in (question, replace(question, documents=())))
+    assert len(lengths) == 43 and found.step.seconds < whole.step.seconds
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    assert whole.step.flops - found.step.flops < 6 * 32 * 4 * 2 * (question.tokens * (question.tokens + 1) / 2 - pairs)
+    assert question.resized(4).documents[0] == 32000 and question.resized(0.25).tokens == sum(x // 4 for x in lengths)
+    with pytest.raises(InvalidInput, match="do not fill a sequence of 4,096"):
+        advise(ask(offers=(offer,), tokens=4096, documents=(4000,)))

@@ -17,7 +17,7 @@ from ringattn.lab.advise.serving import ServingQuestion, serve
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel, Software
-from ringattn.text import duration
+from ringattn.text import digits, duration
 
 MODEL = ModelConfig("tiny", 2, 256, 8, 4, 32, 512, 1024)
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=4)
@@ -77,7 +77,8 @@ def test_eight_bits_halve_weights() -> None:
     )
     layers = model.layers * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
     assert wide - narrow == layers
-    times = [serve(ask(model=model, offer=Offer("h100", machine, None), fp8=fp8, gpus=1)) for fp8 in (False, True)]
+    offer = Offer("h100", machine, None)
+    times = [serve(ask(model=model, offer=offer, software=Software(fp8=fp8), gpus=1)) for fp8 in (False, True)]
     slow, fast = (one.best[1].seconds for one in times)
     assert slow > 1.5 * fast
 
@@ -88,7 +89,7 @@ def test_eight_bits_halve_weights() -> None:
         ({"users": 0}, "users=0: must be at least 1"),
         ({"within": 0.0}, "within=0.0: must be a number of seconds > 0"),
         ({"gpus": 3, "users": 3, "tokens": 2, "machine": MACHINE.changed(flops_dtype=None)}, None),
-        ({"dtype": "float32"}, "no cp x dp x tp of 4 GPUs serves tiny: dtype=float32"),
+        ({"software": Software("float32")}, "no cp x dp x tp of 4 GPUs serves tiny: dtype=float32"),
     ],
 )
 def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str | None) -> None:
@@ -102,3 +103,19 @@ def test_questions_without_an_answer_say_why(change: dict[str, Any], words: str 
 def test_nothing_that_fits_ends_with_status_2(inside: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = inside("advise phase=decode tokens=8k gpus=2 within=1e-9", status=2).stdout
     assert "no number of GPUs up to 2" in told and "times the limit" in told
+
+
+def test_fewer_heads_of_keys_than_ranks_are_copied() -> None:
+    """Qwen3-Next, 2 key/value heads, on its card's 4 GPUs for 262,144 tokens: each rank holds a whole head."""
+    model, machine = load_model("qwen3_next_80b"), ra.get_machine("h100_nvlink_ib")
+    question = ask(model=model, offer=Offer("h100", machine, 2.5), tokens=1 << 18)
+    serving = serve(question)
+    assert serving.chosen == 4 and serving.best[4].parallel.tp == 4
+    two, four = (decode(model, machine, 1 << 18, Parallel(tp=tp)) for tp in (2, 4))
+    assert two.memory["keys and values"] == four.memory["keys and values"]
+    copied = 12 * 2 * 256 * 2048 * 2  # 12 layers, a key and a value of 256 columns, of which half would be a share
+    assert 2 * four.memory["weights"] - two.memory["weights"] == pytest.approx(copied, abs=8)
+    # 194 tokens a second for 10 USD an hour; a million draw 2.8 kW that long.
+    seconds = 1e6 * serving.best[4].seconds
+    assert f"{digits(seconds / 3600 * 4 * 2.5)} USD" in serving.verdict
+    assert f"{digits(seconds * 4 * 700 / 3.6e6)} kWh" in serving.verdict

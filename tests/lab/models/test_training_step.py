@@ -405,3 +405,53 @@ def test_the_stage_with_the_output_matrix_has_one_layer_fewer_where_layers_are_l
 def test_pipelines_that_cannot_be_cut_are_refused(pipeline: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         training_step(DEEP, EVEN, 512, Parallel(rows=4, **pipeline))
+
+
+def test_frozen_weights_have_no_gradients_and_adapters_have_the_parameters_of_peft() -> None:
+    """PEFT prints 41,943,040 trainable parameters for rank 16 beside all seven matrices of Llama 3 8B."""
+    model, machine = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib")
+    assert model.adapters(16) == 41_943_040
+    shapes = [(model.hidden, 4096), (model.hidden, 1024), (model.hidden, 1024), (4096, 4096), *[(4096, 14336)] * 3]
+    assert model.adapters(8) == 32 * 8 * sum(map(sum, shapes))
+    whole, frozen = (
+        training_step(model, machine, 8192, Parallel(dp=8, software=Software(lora=rank))) for rank in (None, 16)
+    )
+    share = model.adapters(16) / model.parameters
+    for name in ("projections", "mlp"):  # a forward and one product of the backward, instead of two
+        assert frozen.parts[name] == pytest.approx(whole.parts[name] * 2 / 3)
+    assert frozen.parts["norms"] == whole.parts["norms"] and frozen.parts["adapters"] > 0 == whole.parts["adapters"]
+    assert frozen.memory["weights"] == whole.memory["weights"]
+    assert frozen.memory["optimizer"] == pytest.approx(share * whole.memory["optimizer"], rel=1e-6)
+    assert frozen.parts["optimiser"] == pytest.approx(share * whole.parts["optimiser"])
+    assert frozen.checkpoint_bytes == pytest.approx(share * whole.checkpoint_bytes)
+    assert frozen.flops < whole.flops and "LoRA" in frozen.outside
+
+
+def test_documents_compute_their_own_pairs() -> None:
+    """Packed in one sequence, attention computes the pairs of each; equal ones are as fast as rows of a batch."""
+    model, machine, lengths = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib"), (3000, 1000, 96)
+    parallel = Parallel(cp=2, layout="contiguous", schedule="ring")
+    step = training_step(model, machine, 4096, replace(parallel, documents=lengths))
+    plain = training_step(model, machine, 4096, parallel)
+    pairs = 4096 * 4097 // 2 - sum(length * (length + 1) // 2 for length in lengths)
+    assert plain.flops - step.flops == 12 * 128 * 32 * 32 * pairs
+    halves = training_step(model, machine, 4096, replace(parallel, documents=(2048, 2048)))
+    alone = training_step(model, machine, 2048, Parallel(dp=2))
+    for part in ("attention forward", "attention backward"):
+        assert halves.parts[part] == pytest.approx(alone.parts[part], rel=0.25), part
+        assert halves.parts[part] < step.parts[part] < plain.parts[part]
+    with pytest.raises(InvalidInput, match=r"their 4,096 tokens do not fill a sequence of 8,192"):
+        training_step(model, machine, 8192, replace(parallel, documents=lengths))
+
+
+def test_the_rest_of_a_layer_hides_the_host() -> None:
+    """What the host takes to start a ring counts only where it exceeds the whole layer."""
+    model, machine = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib")
+    parallel = Parallel(cp=8, layout="zigzag", schedule="ring")
+    free = training_step(model, replace(machine, host=None, host_call=None), 8192, parallel)
+    slow = training_step(model, replace(machine, host=1.0, host_call=0.0), 8192, parallel)
+    assert free.parts["attention forward"] <= training_step(model, machine, 8192, parallel).parts["attention forward"]
+    # 8 calls of a second in each of 32 layers; the rest of the layer is hidden behind them.
+    rest = {name: sum(slow.parts[x] for x in ("projections", "mlp", "norms")) / 3 for name in ("forward",)}
+    total = slow.parts["attention forward"] + rest["forward"]
+    assert total == pytest.approx(32 * 8.0, rel=1e-3)
