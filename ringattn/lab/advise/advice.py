@@ -209,7 +209,8 @@ class Advice:
         has = self.best[0].offer.machine.memory
         room = "" if has is None else f" of {size(has)}"
         words = (
-            f"torchtitan {torchtitan.RELEASE} attends by FlexAttention, gathers all keys at once, keeps fp32 weights, "
+            f"torchtitan {torchtitan.RELEASE} attends by {torchtitan.attends(self.question.model)}, gathers all keys "
+            "at once, keeps fp32 weights, "
             f"and computes logits in {torchtitan.CHUNKS} parts: there a step takes {duration(self.launched.seconds)} "
             f"and {size(self.launched.needed)}{room} [modelled]"
         )
@@ -382,7 +383,8 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
             libraries[name] = question.step(replace(machine, kernel_rates=rates), best[0].parallel).seconds
     launched = None
     if torchtitan.configuration(question.model, machine, best[0].parallel)[0]:
-        flex = next((name for name in libraries if name == "triton"), None)  # FlexAttention is a Triton kernel
+        # FlexAttention is a Triton kernel.
+        flex = "triton" if "triton" in libraries and torchtitan.attends(question.model) == "FlexAttention" else None
         rates = get_machine(f"{machine.preset}/{flex}").kernel_rates if flex else machine.kernel_rates
         same = torchtitan.as_torchtitan(question.tokens, best[0].parallel)
         launched = question.step(replace(machine, kernel_rates=rates), same)

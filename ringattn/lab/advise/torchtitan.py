@@ -50,6 +50,11 @@ def configuration(model: ModelConfig, machine: Machine, parallel: Parallel) -> t
     return module, config
 
 
+def attends(model: ModelConfig) -> str:
+    """What its configuration of this model computes attention by."""
+    return "calls for packed documents" if CONFIGS[model.name][0] in VARLEN else "FlexAttention"
+
+
 def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     """The same parallelism as torchtitan would run it.
 

@@ -44,12 +44,15 @@ class LayerAttention:
     plan: str
     #: By how many seconds the host takes longer to start a forward, and a backward, than the rank takes to run it.
     late: tuple[float, float] = (0.0, 0.0)
+    #: Seconds of a forward that is computed again.
+    again: float = 0.0
 
-    def queued(self, forward: float, backward: float) -> LayerAttention:
+    def queued(self, forward: float, backward: float = 0.0, again: float = 0.0) -> LayerAttention:
         """The attention where the rest of the layer takes these seconds, in which the host starts calls ahead."""
-        rest = zip(self.late, (forward, backward), strict=True)
-        forward, backward = (max(late - seconds, 0.0) for late, seconds in rest)
-        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
+        first, second = self.late
+        added = [max(late - rest, 0.0) for late, rest in ((first, forward), (second, backward), (first, again))]
+        seconds = {"forward": self.forward + added[0], "backward": self.backward + added[1]}
+        return replace(self, **seconds, again=self.forward + added[2])
 
 
 def attention_of_layers(

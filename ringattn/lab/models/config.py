@@ -108,7 +108,7 @@ class ModelConfig:
                 f"model {self.name}: experts_per_token={self.experts_per_token} exceeds the {self.experts} experts; "
                 "give at most that many"
             )
-        if not self.kinds:
+        if {*self.kinds} <= {"am"}:
             object.__setattr__(self, "kinds", ("am",) * self.layers)
         if len(self.kinds) != self.layers or not {*self.kinds} <= KINDS or (self.recurring and self.recurrence is None):
             raise InvalidInput(
@@ -145,17 +145,15 @@ class ModelConfig:
     def work(self, tokens: int) -> list[float]:
         """FLOPs of each layer in a forward for the last of `tokens` tokens."""
         windows, dense = iter(self.windows), self.dense
-        wide, found = 2 * self.heads * (self.head_dim + self.value_dim), []
-        mlp = 2.0 * (self.experts_per_token * self.expert + (self.hidden * self.experts if self.experts > 1 else 0))
+        wide, found = 2.0 * self.heads * (self.head_dim + self.value_dim), []
+        router = 2.0 * self.hidden * self.experts * (self.experts > 1)
+        own = {part: 2.0 * self._size(part) for part in "armd"}
         for kind in self.kinds:
-            flops = 0.0
+            flops = own["r"] + self.recurrence.flops(summary=False) if "r" in kind and self.recurrence else 0.0
             if "a" in kind:
-                seen = next(windows) or self.chosen or tokens
-                flops += 2.0 * self.attention_matrices + wide * min(seen, tokens)
-            if "r" in kind and self.recurrence is not None:
-                flops += 2.0 * self.recurrence.matrices(self.hidden) + self.recurrence.flops(summary=False)
+                flops += own["a"] + wide * min(next(windows) or self.chosen or tokens, tokens)
             if "m" in kind:
-                flops += 2.0 * self.dense_layer if dense > 0 else mlp
+                flops += own["d"] if dense > 0 else own["m"] + router
                 dense -= 1
             found.append(flops)
         return found
@@ -167,13 +165,31 @@ class ModelConfig:
         windows, dense = self.windows[first : first + here.count("a")], min(dense, here.count("m"))
         return replace(self, layers=stop - start, kinds=self.kinds[start:stop], windows=windows, dense=dense)
 
-    @property
-    def attention_matrices(self) -> int:
-        """The number of parameters in the q, k, v and output matrices of one layer, and in its gate if it has one."""
-        if self.latent is not None:
-            made = sum(wide * inner for wide, inner, _ in self.latent.inputs(self.hidden, self.heads * self.head_dim))
-            return made + self.heads * (self.latent.rank * self.expanded + self.latent.value * self.hidden)
-        return self.hidden * self.head_dim * (2 * (self.heads + self.kv_heads) + self.heads * self.gates_output)
+    def matrices(self, part: str) -> list[tuple[int, int, int, int]]:
+        """(how many, how many a token uses, inputs, outputs) of the matrices of a part of one layer.
+
+        A part is attention "a", a recurrence "r", an MLP with experts, if the model has any, "m", or without "d".
+        """
+        h, one, up = self.hidden, self.recurrence, 2 if self.gated else 1
+        if part == "r":
+            return [] if one is None else [(1, 1, h, one.projected), (1, 1, one.output, h)]
+        if part in "md":
+            n, used, wide = (self.experts, self.experts_per_token, self.mlp) if part == "m" else (1, 1, self.dense_mlp)
+            return [(up * n, up * used, h, wide), (n, used, wide, h)]
+        queries, keys, out = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.heads * self.value_dim
+        if self.latent is None:
+            return [(1, 1, h, queries * (1 + self.gates_output)), (2, 2, h, keys), (1, 1, out, h)]
+        made = [(1, 1, inner, wide) for wide, inner, _ in self.latent.inputs(h, queries)]
+        return [*made, (1, 1, self.latent.rank, self.heads * self.expanded), (1, 1, out, h)]
+
+    def layered(self, count: Callable[[int, int, int, int], float]) -> float:
+        """The sum over all matrices of layers of a number made of the four of `matrices`."""
+        layers = {"a": self.attending, "r": self.recurring, "m": self.expert_layers, "d": self.dense}
+        return sum(n * sum(count(*one) for one in self.matrices(part)) for part, n in layers.items())
+
+    def adapters(self, rank: int) -> float:
+        """The number of parameters of adapters of this rank, two small matrices beside each matrix of a layer."""
+        return self.layered(lambda count, used, inputs, outputs: count * rank * (inputs + outputs))
 
     @property
     def value_dim(self) -> int:
@@ -191,34 +207,14 @@ class ModelConfig:
         return 0 if self.latent is None else self.head_dim - self.latent.rope + self.latent.value
 
     @property
-    def matrices(self) -> list[tuple[int, int, int, int]]:
-        """(how many in the model, how many of these for a token, inputs, outputs) of the matrices of layers."""
-        h, attending = self.hidden, self.attending
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if self.latent is None:
-            found = [(1, h, queries * (1 + self.gates_output)), (2, h, keys)]
-        else:
-            found = [(1, inner, wide) for wide, inner, _ in self.latent.inputs(h, queries)]
-            found.append((1, self.latent.rank, self.heads * self.expanded))
-        found.append((1, self.heads * self.value_dim, h))
-        sizes = [(n * attending, n * attending, inner, wide) for n, inner, wide in found]
-        if (one := self.recurrence) is not None:
-            ways = ((h, one.projected), (one.output, h))
-            sizes += [(self.recurring, self.recurring, inner, wide) for inner, wide in ways]
-        up, chosen = 2 if self.gated else 1, (self.experts, self.experts_per_token)
-        for layers, n, used, wide in ((self.expert_layers, *chosen, self.mlp), (self.dense, 1, 1, self.dense_mlp)):
-            sizes += [(up * layers * n, up * layers * used, h, wide), (layers * n, layers * used, wide, h)]
-        return [one for one in sizes if one[0]]
-
-    def adapters(self, rank: int) -> int:
-        """The number of parameters of adapters of this rank, two small matrices beside each matrix of a layer."""
-        return sum(count * rank * (inputs + outputs) for count, _, inputs, outputs in self.matrices)
-
-    @property
     def mixers(self) -> int:
         """The number of parameters, over all layers, in attention and in recurrent layers."""
-        recurrent = 0 if self.recurrence is None else self.recurring * self.recurrence.matrices(self.hidden)
-        return self.attending * self.attention_matrices + recurrent
+        own = 0 if self.recurrence is None else self.recurring * self.recurrence.own
+        return own + self.attending * self._size("a") + self.recurring * self._size("r")
+
+    def _size(self, part: str) -> int:
+        """The parameters of the matrices of a part of one layer, which a token uses, see `matrices`."""
+        return sum(used * inputs * outputs for _, used, inputs, outputs in self.matrices(part))
 
     @property
     def expert(self) -> int:

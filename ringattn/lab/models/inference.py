@@ -71,7 +71,7 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
     queries = (tokens - 1) % chunk + 1
     costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp))
     layers = attention_of_layers(model, machine, tokens, parallel, backward=False, chunk=chunk)
-    layers = [(count, one.queued(costs.seconds, 0.0)) for count, one in layers]
+    layers = [(count, one.queued(costs.seconds)) for count, one in layers]
     recurrent = recurrence_of_layers(model, machine, queries, parallel)
     here = ceil(tokens / parallel.cp)
     # On the rank that holds the newest tokens: a layer with a window keeps only the keys of its window.

@@ -255,7 +255,9 @@ class LayerCosts:
         if model.experts > 1:
             moved += 8 * model.experts_per_token * model.hidden / tp
         if self.software.fp8:
-            moved += CAST * (2 * model.hidden * self._halves + self.heads * model.head_dim + columns)
+            rows = 1 if model.experts == 1 else model.experts_per_token  # each expert casts the rows that it gets
+            inputs = model.hidden * (self._share("ar") + rows * self._share("m"))
+            moved += CAST * (inputs + self.heads * model.head_dim + columns)
         return self.rows * moved * self.item / 2 / memory_bandwidth(self.machine)
 
     @cached_property
@@ -315,7 +317,7 @@ class LayerCosts:
         """Seconds that a layer's adapters take in a forward, bound by reading inputs, and adding to outputs."""
         if self.software.lora is None:
             return 0.0
-        moved = sum(used * (inputs + 2 * outputs) for _, used, inputs, outputs in self.model.matrices)
+        moved = self.model.layered(lambda count, used, inputs, outputs: used * (inputs + 2 * outputs))
         moved *= self.rows * self.item / self.model.layers / self.parallel.tp
         return moved / memory_bandwidth(self.machine)
 
@@ -323,6 +325,11 @@ class LayerCosts:
     def seconds(self) -> float:
         """Seconds of a layer's forward without attention."""
         return self.projections + self.mlp + self.norms + self.exchanges + self.adapting
+
+    @property
+    def backward(self) -> float:
+        """Seconds of a layer's backward without attention, and without computing its forward again."""
+        return self.back * (self.seconds - self.exchanges) + self.exchanges
 
     @property
     def classes(self) -> float:
@@ -387,7 +394,8 @@ class LayerCosts:
 
         They are the inputs of two norms (2 h); q, k, v, output and lse of attention; the projected input and the output
         of a recurrence; and the MLP's columns, both halves with a gate. If not compiled, also the results of the norms
-        (2 h) and of the activation function (m), which a compiler computes again. With experts, the e rows per token at
+        (2 h) and of the activation function (m), which a compiler computes again. With tp, the gathered inputs of
+        products, which torch's autograd keeps: h each, of all ranks. With experts, the e rows per token at
         their input and output (2 e h). After Korthikanti et al. (2022), without dropout masks and scores. With
         checkpointing="host" the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
         the keys and values that are made of them.
@@ -400,7 +408,11 @@ class LayerCosts:
         rest = (2 + 2 * more) * model.hidden * (1 if len(kind) > 1 else 0.5) // tp
         rest += self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim) if "a" in kind else 0
         rest += one.projected // tp if "r" in kind and one is not None else 0
-        return (self.rows * int(rest) + tile * (columns // tp)) * self.item + self._outputs(kind)
+        # Gathers before attention and before the MLP, without a reduction after each; a rank's own rows are no copies.
+        gathers, copies = self.software.exchanges - 2, model.hidden - model.hidden // tp
+        rest += -(-gathers // 2) * copies if kind != "m" else 0
+        tiled = columns // tp + (gathers // 2 * copies if "m" in kind else 0)
+        return (self.rows * int(rest) + tile * tiled) * self.item + self._outputs(kind)
 
     def held(self, shard: str) -> float:
         """The number of parameters of which a rank holds the weights, the gradients or the optimizer states.

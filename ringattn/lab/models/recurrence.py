@@ -44,10 +44,6 @@ class Recurrence:
         """The number of columns of the output before its projection."""
         return self.heads * self.values
 
-    def matrices(self, hidden: int) -> int:
-        """The number of parameters in a layer's matrices, plus `own`."""
-        return hidden * (self.projected + self.output) + self.own
-
     @property
     def state_bytes(self) -> int:
         """The bytes of the affine map (A, B) that summarizes a run of tokens, for one sequence."""

@@ -146,7 +146,7 @@ def training_step(
     stage = parallel.busiest_stage(model, tokens)
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
-    layers = [(count, one.queued(costs.seconds, costs.back * costs.seconds)) for count, one in layers]
+    layers = [(count, one.queued(costs.seconds, costs.backward, costs.again)) for count, one in layers]
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * model.recurring * one.flops(summary=False)
@@ -233,7 +233,7 @@ def _parts(
     parts = {
         "attention forward": forward,
         "attention backward": sum(count * one.backward for count, one in layers),
-        "attention again": forward if parallel.recomputes_all else 0.0,
+        "attention again": sum(count * one.again for count, one in layers) if parallel.recomputes_all else 0.0,
         "recurrence": recurrent[0] * (recurrent[1].forward + recurrent[1].backward),
         "recurrence again": recurrent[0] * recurrent[1].forward if parallel.recomputes_all else 0.0,
         **costs.products((1 + costs.back) * model.layers, 3 * model.layers),
@@ -272,7 +272,7 @@ def _host_seconds(costs: LayerCosts, mixers: list[Mixer]) -> float:
     assert rate is not None, "Parallel.check"
     copy = costs.input_bytes / rate
     exposed = sum(
-        count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - costs.back * costs.seconds, 0.0))
+        count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - costs.backward, 0.0))
         for count, forward, backward in mixers
     )
     return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
@@ -312,7 +312,7 @@ def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
     exposed = 0.0
     for count, mixing, back in mixers:
         again = costs.again + (mixing if parallel.recomputes_all else 0.0)
-        behind = back + costs.back * (costs.seconds - costs.exchanges) + costs.exchanges + again
+        behind = back + costs.backward + again
         exposed += count * (added(forward, mixing + costs.seconds) + added(backward, behind))
     outer = collectives(model.parameters - model.layers * model.layer)
     return ends + exposed * (1 - 1 / model.layers) + added((outer[0][0] + outer[1][0], outer[0][1] + outer[1][1]), loss)

@@ -155,7 +155,7 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     assert full.launched.fits is False and full.launch == "" and record(full)["launch"] == ""
     assert "which does not fit: train with ringattn.train" in full.launched_words
     assert f"Kernel: with fa3, a step takes {duration(full.best[0].step.seconds)}; " in " ".join(full.changes)
-    tight = advise(Question(small, (offer,), 5_040_000, 8))
+    tight = advise(Question(small, (offer,), 3_616_000, 8))
     assert tight.best[0].is_tight and any("an allocator could take" in line for line in tight.doubts)
     assert not full.best[0].is_tight and not any("allocator" in line for line in full.doubts)
     with pytest.raises(

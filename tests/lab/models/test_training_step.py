@@ -63,7 +63,9 @@ def test_the_parts_of_a_step_on_one_gpu() -> None:
         "all else again": 2 * (projections + mlp - down + norms),
         "loss": 4 * logits + 24 * TOKENS * 1024 / 1e12,
         **{"gradients": 6 * parameters / 1e12, "optimiser": (4 + 24 + 2) * parameters / 1e12},
-        **dict.fromkeys(("tp", "ep", "fsdp", "pp", "bubble", "recurrence", "recurrence again", "host"), 0.0),
+        **dict.fromkeys(
+            ("tp", "ep", "fsdp", "pp", "bubble", "recurrence", "recurrence again", "adapters", "host"), 0.0
+        ),
     }
     assert one.parts == pytest.approx(wanted)
     flops = 6 * (2 * (ATTENTION + MLP) + 256 + TABLE) * TOKENS + 2 * 12 * 64 * 4 * TOKENS * (TOKENS + 1) / 2
@@ -435,11 +437,10 @@ def test_documents_compute_their_own_pairs() -> None:
     plain = training_step(model, machine, 4096, parallel)
     pairs = 4096 * 4097 // 2 - sum(length * (length + 1) // 2 for length in lengths)
     assert plain.flops - step.flops == 12 * 128 * 32 * 32 * pairs
-    halves = training_step(model, machine, 4096, replace(parallel, documents=(2048, 2048)))
-    alone = training_step(model, machine, 2048, Parallel(dp=2))
-    for part in ("attention forward", "attention backward"):
-        assert halves.parts[part] == pytest.approx(alone.parts[part], rel=0.25), part
-        assert halves.parts[part] < step.parts[part] < plain.parts[part]
+    halves = training_step(model, machine, 1 << 17, replace(parallel, documents=(1 << 16, 1 << 16)))
+    alone = training_step(model, machine, 1 << 16, Parallel(dp=2))
+    for part in ("attention forward", "attention backward"):  # each rank has its own document, and waits for none
+        assert halves.parts[part] == pytest.approx(alone.parts[part], rel=0.05), part
     with pytest.raises(InvalidInput, match=r"their 4,096 tokens do not fill a sequence of 8,192"):
         training_step(model, machine, 8192, replace(parallel, documents=lengths))
 
