@@ -179,9 +179,9 @@ def test_refused_candidates_are_counted_and_named_and_do_not_end_the_search() ->
     assert model.recurrence is not None
     odd = replace(model, recurrence=replace(model.recurrence, heads=33))
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
-    question = Question(odd, (offer,), 8192, 16)
-    found = search(question, offer, 16, 1)
-    refused = [one for one in list_spreads(question, offer.machine, 16) if one.tp == 2]
+    question = Question(odd, (offer,), 4096, 4)
+    found = search(question, offer, 4, 1)
+    refused = [one for one in list_spreads(question, offer.machine, 4) if one.tp == 2]
     assert found.best and all(one.parallel.tp == 1 for one in found.best)
     assert found.counts["refused"] == sum(found.refused.values()) >= len(refused) > 0
     assert all("tp=2 does not divide" in reason and "33 recurrent heads" in reason for reason in found.refused)
@@ -245,8 +245,8 @@ def test_packed_documents_are_searched_with_layouts_that_balance_them() -> None:
     """43 lengths in 32k tokens: every candidate computes their pairs, and the advice scales their lengths."""
     lengths = (8000, 6000, 4000, 3000, 2000, 1500, *(228,) * 36, 60)
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
-    question = ask(offers=(offer,), tokens=sum(lengths), documents=lengths, gpus=8, batch=1)
-    found, whole = (search(one, offer, 8, 1).best[0] for one in (question, replace(question, documents=())))
+    question = ask(offers=(offer,), tokens=sum(lengths), documents=lengths, gpus=4, batch=1)
+    found, whole = (search(one, offer, 4, 1).best[0] for one in (question, replace(question, documents=())))
     assert len(lengths) == 43 and found.step.seconds < whole.step.seconds
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     assert whole.step.flops - found.step.flops < 6 * 32 * 4 * 2 * (question.tokens * (question.tokens + 1) / 2 - pairs)
