@@ -51,8 +51,8 @@ class LayerAttention:
         """The attention where the rest of the layer takes these seconds, in which the host starts calls ahead."""
         first, second = self.late
         added = [max(late - rest, 0.0) for late, rest in ((first, forward), (second, backward), (first, again))]
-        seconds = {"forward": self.forward + added[0], "backward": self.backward + added[1]}
-        return replace(self, **seconds, again=self.forward + added[2])
+        one, two, three = (self.forward + added[0], self.backward + added[1], self.forward + added[2])
+        return replace(self, forward=one, backward=two, again=three)
 
 
 def attention_of_layers(

@@ -362,7 +362,8 @@ class LayerCosts:
     @property
     def again_bytes(self) -> int:
         """The most bytes that a layer takes, beyond those it saves on average, while its forward is computed again."""
-        return max(map(self._activations, self.model.kinds)) - self.kept_bytes
+        none = self.parallel.checkpointing == "none"
+        return 0 if none else max(map(self._activations, {*self.model.kinds})) - self.kept_bytes
 
     def _mean(self, count: Callable[[str], int]) -> int:
         return sum(count(kind) * layers for kind, layers in Counter(self.model.kinds).items()) // self.model.layers
