@@ -133,7 +133,7 @@ class Serving:
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
                 line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
-                rows.append((*line, self.costs(gpus)))
+                rows.append((*line, self.costs(gpus).partition(" and ")[0]))
             elif one := self.misses.get(gpus):
                 rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
