@@ -236,7 +236,9 @@ def test_configurations_are_those_of_the_precision_and_of_no_adapters() -> None:
     assert found("llama3_8b", b200, fp8=True) == ("llama3", "llama3_8b_mxfp8")
     assert found("llama3_405b", h100, fp8=True) == ("llama3", "llama3_405b")
     assert found("deepseek_v3", h100, fp8=True)[1] in TITAN["configs"]["deepseek_v3"]
-    for wrong, words in (({"fp8": True}, "in this precision"), ({"lora": 8}, "adapters only in configurations")):
+    wrongs: list[tuple[dict[str, Any], str]]
+    wrongs = [({"fp8": True}, "in this precision"), ({"lora": 8}, "adapters only in configurations")]
+    for wrong, words in wrongs:
         module, why = found("llama3_8b", h100, **wrong)
         assert module == "" and words in why
 
