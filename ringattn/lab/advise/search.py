@@ -241,9 +241,8 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
     cp, tp = parallel.cp, parallel.tp
     if cp == 1:
         return (("contiguous", "ring"),)
-    layouts = LAYOUTS if any(model.windows) else LAYOUTS[:1]
-    if parallel.documents:
-        layouts = (*LAYOUTS, "balanced")
+    layouts = [*LAYOUTS] if parallel.documents or any(model.windows) else [*LAYOUTS[:1]]
+    layouts += ["balanced"] if parallel.documents else []
     if cp > SMALL:
         return [(layout, "auto" if cp <= LARGE else "ring") for layout in layouts]
     node = max(machine.ranks_per_node // tp, 1)
