@@ -31,6 +31,8 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
+    #: For a call of leaves whose work does not say it: which pairs are hidden, bool [1 or H, rows, keys].
+    hidden: Tensor | None = None
     #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
     chosen: tuple[Tensor, Tensor, Chosen] | None = None
 

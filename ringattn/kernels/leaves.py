@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.leaves import ALIGNED, LeafPair, LeafVisit, Nodes, Tree
+from ..pattern.tile import Tile
+from ..plan.leaves import LeafPair, LeafVisit, Nodes, Tree
 from ..plan.row_sets import Ranges
 from ..plan.visit import Visit
 from ..plan.work import Work
@@ -18,16 +21,22 @@ from .memory import as_dtype, empty_rows, wide, wide_zeros
 from .pad import HIDDEN, crop_to, with_column
 from .softmax import begin_sums, join, join_sinks
 
+#: Leaves are computed with a multiple of this many rows, of which the last may be padding: bits of calls with few rows
+#: depend on where they lie in memory.
+ALIGNED = 16
 #: The most query rows, or keys, times heads of the pairs of leaves that are one call.
 CALL_ROWS = 1 << 14
 
 
 class LeafCall(NamedTuple):
-    """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them."""
+    """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them.
+
+    `hidden` are the pairs that the mask hides, if `work` does not say it, and `empty` the rows without a key, if any.
+    """
 
     pairs: tuple[LeafPair, ...]
     work: Work
-    #: The rows that see no key of their pair, bool [1 or H, rows]; None: all rows see one.
+    hidden: Tensor | None
     empty: Tensor | None
 
 
@@ -47,7 +56,7 @@ class Leafwise(WrappingKernel):
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
     ) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
-        leaves: list[LeafVisit] = [visit.works for visit in visits]  # type: ignore[misc]
+        leaves = [visit.leaves for visit in visits if visit.leaves is not None]
         by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
         return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
 
@@ -56,28 +65,32 @@ class Leafwise(WrappingKernel):
 
 
 def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[LeafCall]:
-    groups: dict[tuple[int, int, bool, Any], list[LeafPair]] = {}
+    groups: dict[tuple[int, int, tuple[Tile, ...]], list[LeafPair]] = {}
     for pair in pairs:
-        n, m = _padded(pair.q), _padded(pair.k)
-        mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
-        groups.setdefault((n, m, pair.causal, mask), []).append(pair)
-    for group in groups.values():
-        n, m, causal = _padded(group[0].q), _padded(group[0].k), group[0].causal
-        work = Work(
-            range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
-        )
-        empty = None
-        if group[0].hidden is not None:
-            hidden = torch.from_numpy(group[0].hidden)
-            object.__setattr__(work, "hidden", hidden)
-            rows = hidden.all(-1)
-            empty = rows if bool(rows.any()) else None
+        groups.setdefault((len(pair.q), len(pair.k), pair.tiles), []).append(pair)
+    for (rows, keys, tiles), group in groups.items():
+        n, m = (-(-x // ALIGNED) * ALIGNED for x in (rows, keys))
+        work = Work(range(heads), range(kv_heads), range(n), (range(m),))
+        hidden = empty = None
+        if tiles == (Tile(range(heads), range(rows), range(keys), 0),) and rows == keys:
+            work = replace(work, lo=0)
+        elif tiles != (Tile(range(heads), range(rows), range(keys)),) or keys < m:
+            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m))
+            empty = hidden.all(-1) if bool(hidden.all(-1).any()) else None
         most = max(CALL_ROWS // (max(n, m) * heads), 1)
-        yield from (LeafCall(tuple(group[first : first + most]), work, empty) for first in range(0, len(group), most))
+        for first in range(0, len(group), most):
+            yield LeafCall(tuple(group[first : first + most]), work, hidden, empty)
 
 
-def _padded(rows: range) -> int:
-    return -(-len(rows) // ALIGNED) * ALIGNED
+def _hide(tiles: Sequence[Tile], heads: int, rows: int, keys: int) -> np.ndarray:
+    """The pairs of two leaves that no tile has, bool [1 or H, rows, keys], all of the padding among them."""
+    hidden = np.ones((heads, rows, keys), dtype=bool)
+    for tile in tiles:
+        q, k = np.array(tile.q), np.array(tile.k)
+        low, high = (limit if x is None else x for x, limit in ((tile.lo, -keys), (tile.hi, rows)))
+        distance = q[:, None] - k
+        hidden[np.ix_([*tile.heads], q, k)] &= (distance < low) | (distance > high)
+    return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
 def _gather(x: Tensor, runs: Sequence[range], count: int, fill: float = 0.0) -> Tensor:
@@ -185,7 +198,8 @@ class LeafPass(KernelPass):
             n, m = len(call.work.q), call.work.keys
             query = _gather(q, [pair.q for pair in call.pairs], n)
             k, v = (_gather(x, [pair.k for pair in call.pairs], m) for x in block)
-            out, lse = self.kernel.forward(query, k, v, call.work, self.call.scale)
+            kernel = self.kernel.derive(hidden=call.hidden)
+            out, lse = kernel.forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
                 out = out.masked_fill(call.empty.unsqueeze(-1), 0.0)
@@ -194,7 +208,8 @@ class LeafPass(KernelPass):
                 sums.put(pair, tuple(node))
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
-        leaves: LeafVisit = visit.works  # type: ignore[assignment]
+        leaves = visit.leaves
+        assert leaves is not None
         (k, v), has_lse, batch = block, rows.grad_lse is not None, len(rows.q)
         if not self._own:
             grad, out = rows.grad, rows.out
@@ -211,7 +226,8 @@ class LeafPass(KernelPass):
             of_key = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v))
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
             (grad, query, out), (keys, values) = of_query, of_key
-            found = self.kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
+            kernel = self.kernel.derive(hidden=call.hidden)
+            found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
             parts = (as_dtype(x, wide(x.dtype)).split(batch) for x in found)
             for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
                 stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
