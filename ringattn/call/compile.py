@@ -274,7 +274,7 @@ def _compile(
     if pattern.varies:
         kernel = kernel.derive(varies=True)
     if resolved.reproducible is not None:
-        kernel = _make_leafwise(resolved, kernel, device, chosen=choice is not None)
+        kernel = _make_leafwise(resolved.reproducible, kernel, device, chosen=choice is not None)
     sizes: dict[str, Any] = {
         "heads": q.shape[1],
         "kv_heads": k.shape[1],
@@ -367,16 +367,12 @@ def _get_kernel(
     return kernel.derive(padded=True) if padded else kernel, column
 
 
-def _make_leafwise(
-    options: AttentionOptions, kernel: VisitKernel, device: torch.device, *, chosen: bool
-) -> VisitKernel:
+def _make_leafwise(length: int, kernel: VisitKernel, device: torch.device, *, chosen: bool) -> VisitKernel:
     """The kernel of leaves that calls the op of `kernel`. Raises Unsupported."""
     from ..kernels.leaves import Leafwise  # few calls have leaves
 
-    length = options.reproducible
-    unfit = [name for name in ("softcap", "dropout") if getattr(options, name)] + ["chosen"] * chosen
-    if unfit:
-        raise Unsupported(f"reproducible={length}: bits with {unfit[0]}= depend on the shards; leave out one of them")
+    if chosen:
+        raise Unsupported(f"reproducible={length}: bits with chosen= depend on the shards; leave out one of them")
     if device.type != "cpu":
         raise Unsupported(f"reproducible={length} is for CPUs, the tensors are on {device}; leave it out")
     assert isinstance(kernel, Kernel), "kernels with this feature compute one work a call"

@@ -17,8 +17,9 @@ from ..plan.visit import Visit
 from ..plan.work import Work
 from .calls import Kernel
 from .contract import CallData, KernelPass, Pair, QueryRows, Tensors, WrappingKernel
+from .dropout import key_steps, row_streams
 from .memory import as_dtype, empty_rows, wide, wide_zeros
-from .pad import HIDDEN, crop_to, with_column
+from .pad import HIDDEN, crop_to, delta, with_column, with_delta
 from .softmax import begin_sums, join, join_sinks
 
 #: Leaves are computed with a multiple of this many rows, of which the last may be padding: bits of calls with few rows
@@ -50,7 +51,7 @@ class Leafwise(WrappingKernel):
 
     def __init__(self, inner: Kernel) -> None:
         super().__init__(inner)
-        self.name, self.padded = inner.name, inner.padded
+        self.name, self.padded, self.dropout = inner.name, inner.padded, inner.dropout
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
@@ -61,7 +62,7 @@ class Leafwise(WrappingKernel):
         return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
-        return LeafPass(self.inner, call, q, block)
+        return LeafPass(self.inner.derive(dropout=self.dropout), call, q, block)
 
 
 def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[LeafCall]:
@@ -194,12 +195,12 @@ class LeafPass(KernelPass):
         return travel[0].finish()  # type: ignore[attr-defined]
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
+        by_query, by_key = self._numbers(visit)
         for call in visit.table:
             n, m = len(call.work.q), call.work.keys
-            query = _gather(q, [pair.q for pair in call.pairs], n)
-            k, v = (_gather(x, [pair.k for pair in call.pairs], m) for x in block)
-            kernel = self.kernel.derive(hidden=call.hidden)
-            out, lse = kernel.forward(query, k, v, call.work, self.call.scale)
+            query, *streams = (_gather(x, [pair.q for pair in call.pairs], n) for x in (q, *by_query))
+            k, v, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (*block, *by_key))
+            out, lse = self._kernel_of(call, *streams, *steps).forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
                 out = out.masked_fill(call.empty.unsqueeze(-1), 0.0)
@@ -208,31 +209,44 @@ class LeafPass(KernelPass):
                 sums.put(pair, tuple(node))
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
-        leaves = visit.leaves
+        leaves, (by_query, by_key) = visit.leaves, self._numbers(visit)
         assert leaves is not None
-        (k, v), has_lse, batch = block, rows.grad_lse is not None, len(rows.q)
+        (k, v), batch = block, len(rows.q)
         if not self._own:
             grad, out = rows.grad, rows.out
             assert out is not None
-            if rows.grad_lse is not None:
+            if rows.grad_lse is not None and not by_query:
                 out, grad = with_column(out, 0.0), with_column(grad, rows.grad_lse.to(grad.dtype))
+            elif rows.grad_lse is not None:  # as in `calls.CallsPass`
+                grad, out = with_delta(grad, delta(grad, out, rows.grad_lse), wider=True)
             self._own = grad, rows.q, out
-        v = with_column(v, 1.0) if has_lse else v
+        v = v if rows.grad_lse is None else with_column(v, float(not by_query))
         columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.by_key.items()}
         for call in visit.table:
             n, m, runs = len(call.work.q), call.work.keys, [pair.q for pair in call.pairs]
-            of_query = (_gather(x, runs, n) for x in self._own)
+            grad, query, out, *streams = (_gather(x, runs, n) for x in (*self._own, *by_query))
+            keys, values, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v, *by_key))
             lse = _gather(rows.lse, runs, n, HIDDEN)
-            of_key = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v))
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
-            (grad, query, out), (keys, values) = of_query, of_key
-            kernel = self.kernel.derive(hidden=call.hidden)
+            kernel = self._kernel_of(call, *streams, *steps)
             found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
             parts = (as_dtype(x, wide(x.dtype)).split(batch) for x in found)
             for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
                 stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
                 columns[pair.key].put(0, pair.query - pair.first, (dk, dv))
         self._send(leaves, columns, travel)
+
+    def _numbers(self, visit: Visit) -> tuple[Tensors, Tensors]:
+        """What dropout reads by query and by key, which positions alone decide; nothing without dropout."""
+        if (dropout := self.kernel.dropout) is None:
+            return (), ()
+        assert dropout.seed is not None
+        (heads, rows), (kv_heads, columns) = map(self.call.places, (self.call.stays, visit.part))
+        streams = row_streams(dropout.seed, len(self.q), heads + self.call.heads.start, rows)
+        return (streams,), (key_steps(columns).expand(len(self.q), len(kv_heads), -1).unsqueeze(-1),)
+
+    def _kernel_of(self, call: LeafCall, *numbers: Tensor) -> Kernel:
+        return self.kernel.derive(hidden=call.hidden, numbers=numbers or None)
 
     def _send(self, leaves: LeafVisit, columns: dict[int, Tree[Tensors]], travel: Tensors) -> None:
         """Give the nodes of a visit to this rank's own block, or write them where they travel."""

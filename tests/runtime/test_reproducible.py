@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Case, Result, errors, make_case, same_lse, solve, truth_of
+from oracle import Case, Result, dense, errors, make_case, same_lse, solve, truth_of
 from posts import find_violation, planned_posts
 
 import ringattn as ra
@@ -55,12 +55,16 @@ CELLS = {
     "blocks of heads": Cell(Causal() & ra.BlockSparse(13, TABLE), heads=(4, 4)),
     "dilated": Cell(ra.Dilated((16, 64), (1, 2), mix="union"), heads=(4, 2), options=("padding",)),
     "reference": Cell(Causal() & ra.Strided(3), options=("reference", "sinks")),
+    "softcap": Cell(Causal() & Window(50), torch.bfloat16, options=("softcap",)),
+    "dropout": Cell(Causal(), heads=(8, 4), options=("dropout", "padding")),
 }
 
 
 def given(cell: Cell) -> dict[str, Any]:
     """The options of a cell."""
-    found: dict[str, Any] = {"kernel": "reference"} if "reference" in cell.options else {}
+    all_of: dict[str, Any] = {"reference": {"kernel": "reference"}, "softcap": {"softcap": 3.0}}
+    all_of["dropout"] = {"dropout": ra.Dropout(0.3, 5)}
+    found = {key: value for option in cell.options for key, value in all_of.get(option, {}).items()}
     if "padding" in cell.options:
         found["key_padding_mask"] = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(1)) < 0.3
     if "sinks" in cell.options:
@@ -119,7 +123,8 @@ def test_bits_are_those_of_one_process_and_errors_no_larger(name: str, shuffled:
         torch.set_num_threads(threads)
     if "padding" in cell.options or "sinks" in cell.options:
         return
-    truth, plain = truth_of(case, cell.pattern), solve(ra.attention, case, cell.pattern)
+    plain = solve(ra.attention, case, cell.pattern, **given(cell))
+    truth = truth_of(case, cell.pattern, partial(dense, softcap=given(cell).get("softcap")))
     for mine, usual in zip(errors(one, truth), errors(plain, truth), strict=True):
         assert mine <= max(1.5 * usual, TOLERANCES[cell.dtype])
     same_lse(one.lse, truth.lse, TOLERANCES[cell.dtype])
@@ -317,8 +322,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"schedule": "ulysses(2)", "pattern": ra.Strided(3)}, "whose heads may differ"),
     "rows of documents": ({"pattern": Documents([[40, 60], [100]])}, "no documents of each batch row"),
     "queries": ({"q_layout": "contiguous"}, "needs queries and keys at the same positions"),
-    "softcap": ({"softcap": 3.0}, "bits with softcap= depend on the shards"),
-    "dropout": ({"dropout": 0.1}, "bits with dropout= depend on the shards"),
     "kernel": ({"kernel": "flash_attn"}, "kernel flash_attn has no reproducible"),
     "length": ({"reproducible": 0}, "reproducible=0 must be an integer >= 1"),
     "type": ({"reproducible": 2.0}, "reproducible=2.0: expected int"),
