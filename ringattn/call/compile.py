@@ -370,13 +370,17 @@ def _get_kernel(
 def _make_leafwise(length: int, kernel: VisitKernel, device: torch.device, *, chosen: bool) -> VisitKernel:
     """The kernel of leaves that calls the op of `kernel`. Raises Unsupported."""
     from ..kernels.leaves import Leafwise  # few calls have leaves
+    from ..kernels.visit import VisitTriton
+    from ..kernels.visit_calls import VisitCalls
 
     if chosen:
         raise Unsupported(f"reproducible={length}: bits with chosen= depend on the shards; leave out one of them")
+    if isinstance(kernel, VisitTriton):
+        return Leafwise(VisitCalls(kernel), device)
     if device.type != "cpu":
-        raise Unsupported(f"reproducible={length} is for CPUs, the tensors are on {device}; leave it out")
+        raise Unsupported(f"reproducible={length} on {device} needs kernel='visit', got kernel={kernel.name!r}")
     assert isinstance(kernel, Kernel), "kernels with this feature compute one work a call"
-    return Leafwise(kernel)
+    return Leafwise(kernel, device)
 
 
 def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..pattern.tile import Tile
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
@@ -31,8 +32,9 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
-    #: For a call of leaves whose work does not say it: which pairs are hidden, bool [1 or H, rows, keys].
+    #: For a call of leaves whose work does not say it: the hidden pairs, bool [1 or H, rows, keys], and the others.
     hidden: Tensor | None = None
+    tiles: tuple[Tile, ...] = ()
     #: For a call with chosen keys: those of its rows [B, H, rows, k], positions int64 [B, K, keys, 1], and all of them.
     chosen: tuple[Tensor, Tensor, Chosen] | None = None
 

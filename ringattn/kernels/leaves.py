@@ -49,8 +49,9 @@ class Leafwise(WrappingKernel):
 
     inner: Kernel
 
-    def __init__(self, inner: Kernel) -> None:
+    def __init__(self, inner: Kernel, device: torch.device) -> None:
         super().__init__(inner)
+        self.device, self.max_head_dim = device, inner.max_head_dim
         self.name, self.padded, self.dropout = inner.name, inner.padded, inner.dropout
 
     def prepare(
@@ -59,13 +60,13 @@ class Leafwise(WrappingKernel):
         """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
         leaves = [visit.leaves for visit in visits if visit.leaves is not None]
         by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
-        return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
+        return [tuple(_calls_of(visit.pairs, heads, kv_heads, self.device)) for visit in leaves], by_query
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return LeafPass(self.inner.derive(dropout=self.dropout), call, q, block)
 
 
-def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[LeafCall]:
+def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torch.device) -> Iterator[LeafCall]:
     groups: dict[tuple[int, int, tuple[Tile, ...]], list[LeafPair]] = {}
     for pair in pairs:
         groups.setdefault((len(pair.q), len(pair.k), pair.tiles), []).append(pair)
@@ -76,7 +77,7 @@ def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[
         if tiles == (Tile(range(heads), range(rows), range(keys), 0),) and rows == keys:
             work = replace(work, lo=0)
         elif tiles != (Tile(range(heads), range(rows), range(keys)),) or keys < m:
-            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m))
+            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m)).to(device)
             empty = hidden.all(-1) if bool(hidden.all(-1).any()) else None
         most = max(CALL_ROWS // (max(n, m) * heads), 1)
         for first in range(0, len(group), most):
@@ -246,7 +247,7 @@ class LeafPass(KernelPass):
         return (streams,), (key_steps(columns).expand(len(self.q), len(kv_heads), -1).unsqueeze(-1),)
 
     def _kernel_of(self, call: LeafCall, *numbers: Tensor) -> Kernel:
-        return self.kernel.derive(hidden=call.hidden, numbers=numbers or None)
+        return self.kernel.derive(hidden=call.hidden, tiles=call.pairs[0].tiles, numbers=numbers or None)
 
     def _send(self, leaves: LeafVisit, columns: dict[int, Tree[Tensors]], travel: Tensors) -> None:
         """Give the nodes of a visit to this rank's own block, or write them where they travel."""
