@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ class VisitCalls(Kernel):
         if (kernel.key, backward) not in work.memo:
             works = [work] if self.hidden is None else [*lower(self.tiles, len(work.heads) // len(work.kv))]
             visit = Visit(Part("kv", 0), works, (len(work.kv), work.keys), first=True)
-            made = kernel.prepare([visit], len(work.heads), len(work.kv), len(work.q), backward=backward)
-            work.memo[kernel.key, backward] = visit, *made
-        visit, (table,), prepared = work.memo[kernel.key, backward]
+            (table,), prepared = kernel.prepare([visit], len(work.heads), len(work.kv), len(work.q), backward=backward)
+            work.memo[kernel.key, backward] = replace(visit, table=table), prepared
+        visit, prepared = work.memo[kernel.key, backward]
         call = CallData(scale, Part("q", 0), work.heads, lambda part: (q, q), prepared=prepared)
-        return Visit(visit.part, visit.works, visit.shape, visit.first, table=table), kernel.begin(call, q, block)
+        return visit, kernel.begin(call, q, block)
