@@ -163,7 +163,8 @@ def main(least: int, seed: int) -> int:
             bad += bool(names)
             if names:
                 print(cell, options, names, flush=True)
-    print(f"{count} runs, {bad} differ; {time.monotonic() - begun:.0f} s; attentions by kind: {dict(kinds)}")
+        if count % 200 < len(found) or count >= least:
+            print(f"{count} runs, {bad} differ, {time.monotonic() - begun:.0f} s: {dict(kinds)}", flush=True)
     return bad
 
 
