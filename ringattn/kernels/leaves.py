@@ -32,7 +32,8 @@ CALL_ROWS = 1 << 14
 class LeafCall(NamedTuple):
     """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them.
 
-    `hidden` are the pairs that the mask hides, if `work` does not say it, and `empty` the rows without a key, if any.
+    `hidden`, on the CPU, are the pairs that the mask hides, if `work` does not say it; `empty` are the rows without a
+    key, if any.
     """
 
     pairs: tuple[LeafPair, ...]
@@ -77,8 +78,9 @@ def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torc
         if tiles == (Tile(range(heads), range(rows), range(keys), 0),) and rows == keys:
             work = replace(work, lo=0)
         elif tiles != (Tile(range(heads), range(rows), range(keys)),) or keys < m:
-            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m)).to(device)
-            empty = hidden.all(-1) if bool(hidden.all(-1).any()) else None
+            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m))
+            unseeing = hidden.all(-1)
+            empty = unseeing.to(device) if bool(unseeing.any()) else None
         most = max(CALL_ROWS // (max(n, m) * heads), 1)
         for first in range(0, len(group), most):
             yield LeafCall(tuple(group[first : first + most]), work, hidden, empty)
