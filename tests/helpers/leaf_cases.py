@@ -72,7 +72,8 @@ def runs(cell: Cell, pick: random.Random, counts: Iterable[int]) -> Iterator[dic
 
 
 def bits(result: Result) -> list[torch.Tensor]:
-    return [x.contiguous().view(torch.uint8) for x in (result.out, result.lse, *result.grads[:3])]
+    found = (result.out, result.lse, *result.grads[:3])
+    return [x.clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in found]
 
 
 def differs(one: Result, other: Result) -> list[str]:
