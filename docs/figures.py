@@ -682,7 +682,8 @@ def draw_tree() -> str:
     sent = {
         (level, i)
         for rank in range(1, ranks)
-        for _, level, i in plan.leaves.nodes(rank, 0).names[:3]
+        for leaf, level, i in plan.leaves.nodes(rank, 0).names
+        if leaf == 0
     }
     body = [text(24, 28, "dk and dv of leaf 0: nodes of three ranks", 17, anchor="start")]
     for level, i in nodes:

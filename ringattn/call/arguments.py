@@ -75,7 +75,7 @@ class AttentionOptions:
         `ringattn.synchronize`; None: the environment variable RINGATTN_CHECK; if unset, "deferred" for a group with
         NCCL, else "now".
     reproducible: the length L of a leaf in tokens, such as 512. out, lse, dq, dk and dv then have the same bits for any
-        number of ranks, layout, schedule and transport, and on one process, on one type of CPU and version of torch.
+        number of ranks, layout, schedule and transport, and on one process, on one type of device and version of torch.
         Shards must have borders between leaves: make_layout("leaves(zigzag, 512)", ...) cuts them; calls on whole
         tensors round their layout. schedule="auto" is then "direct". None: results differ by rounding.
     """

@@ -283,7 +283,7 @@ def _compile(
     if pattern.varies:
         kernel = kernel.derive(varies=True)
     if resolved.reproducible is not None:
-        kernel = _make_leafwise(resolved, kernel, device, chosen=chooses)
+        kernel = _make_leafwise(resolved.reproducible, kernel, device, chosen=chooses)
     elif chooses:
         from ..kernels.chosen import ChosenKeys  # few calls choose keys
 
@@ -380,20 +380,20 @@ def _get_kernel(
     return kernel.derive(padded=True) if padded else kernel, column
 
 
-def _make_leafwise(
-    options: AttentionOptions, kernel: VisitKernel, device: torch.device, *, chosen: bool
-) -> VisitKernel:
+def _make_leafwise(length: int, kernel: VisitKernel, device: torch.device, *, chosen: bool) -> VisitKernel:
     """The kernel of leaves that calls the op of `kernel`. Raises Unsupported."""
     from ..kernels.leaves import Leafwise  # few calls have leaves
+    from ..kernels.visit import VisitTriton
+    from ..kernels.visit_calls import VisitCalls
 
-    length = options.reproducible
-    unfit = [name for name in ("softcap", "dropout") if getattr(options, name)] + ["chosen"] * chosen
-    if unfit:
-        raise Unsupported(f"reproducible={length}: bits with {unfit[0]}= depend on the shards; leave out one of them")
+    if chosen:
+        raise Unsupported(f"reproducible={length}: bits with chosen= depend on the shards; leave out one of them")
+    if isinstance(kernel, VisitTriton):
+        return Leafwise(VisitCalls(kernel), device)
     if device.type != "cpu":
-        raise Unsupported(f"reproducible={length} is for CPUs, the tensors are on {device}; leave it out")
+        raise Unsupported(f"reproducible={length} on {device} needs kernel='visit', got kernel={kernel.name!r}")
     assert isinstance(kernel, Kernel), "kernels with this feature compute one work a call"
-    return Leafwise(kernel)
+    return Leafwise(kernel, device)
 
 
 def _stand_in(x: Tensor, device: torch.device, shape: Sequence[int], *, grad: bool | None = None) -> Tensor:

@@ -244,8 +244,9 @@ def _spell(call: CompiledCall) -> bytes:
 
 
 def _spell_op(call: CompiledCall) -> str:
-    """What decides the bits of a leaf, besides its numbers: the kernel, the library and the instructions of the CPU."""
-    return f"{call.kernel.name} of torch {torch.__version__} with {torch.backends.cpu.get_cpu_capability()}"
+    """What decides the bits of a leaf, except numbers: the kernel, the library, the CPU's instructions or the GPU."""
+    device = torch.cuda.get_device_name(call.device) if call.device.type == "cuda" else ""
+    return f"{call.kernel.name} of torch {torch.__version__} with {device or torch.backends.cpu.get_cpu_capability()}"
 
 
 def spell_layout(layout: str | Layout) -> str:

@@ -157,12 +157,17 @@ def unknown_functions(model: nn.Module) -> set[str]:
     return found - set(FUNCTIONS) - set(OF_TOKENS)
 
 
-def take_layers(model: PreTrainedModel) -> bool:
+def take_layers(model: PreTrainedModel, reproducible: int | None) -> bool:
     """Replace the functions in a model's source files that combine rows, such as recurrences, by ones over ranks.
 
     Hooks tell these functions which call of the model is running. Returns whether the model has such functions.
+    Raises Unsupported if it has, and calls are to be `reproducible`.
     """
     mixers = [module for module in model.modules() if mixing_functions(module)]
+    if mixers and reproducible is not None:
+        raise Unsupported(
+            f"reproducible={reproducible}: bits of recurrent layers follow the number of ranks; leave it out"
+        )
     for file in {type(module).__module__ for module in mixers}:
         space = vars(sys.modules[file])
         for name in FUNCTIONS.keys() & space.keys():

@@ -227,7 +227,7 @@ def parallelize(
             "whole=True does not support encoder-decoder models; leave it out, and cut batches with shard_batch"
         )
     pooler = check_pooler(model)
-    layers = take_layers(model)
+    layers = take_layers(model, options.get("reproducible"))
     cut = _balance(model, whole, layers, layout, options) if layout in ("auto", "balanced") else layout
     before = unparallelize(model).config._attn_implementation
     rotary = list(filter(rotates_by_length, model.modules()))

@@ -65,7 +65,7 @@ def get_kernel(
         if asked:
             with suppress(Unsupported):
                 return _make_kernel(name, q, k, v, asked, deterministic=deterministic)
-            name = "reference"
+            name = "visit" if reproducible is not None and q.is_cuda else "reference"
     return _make_kernel(name, q, k, v, asked, deterministic=deterministic)
 
 

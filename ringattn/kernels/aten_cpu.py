@@ -102,7 +102,7 @@ class AtenCpu(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
         padded = _ready(max(q.shape[-1], v.shape[-1]), q, k, v, backward=False)
-        causal, mask = _mask_of(work, padded[0].dtype)
+        causal, mask = self._mask_of(work, padded[0].dtype)
         out, lse = _forward(*padded, 0.0, causal, attn_mask=mask, scale=scale)
         if work.keys < LANES and int(lse.count_nonzero()) < lse.numel():
             bad_q, bad_k = (0 * x.abs().amax(dims) for x, dims in ((padded[0], -1), (padded[1], (-2, -1))))
@@ -114,11 +114,22 @@ class AtenCpu(Kernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, work: Work, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         padded = _ready(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out, backward=True)
-        causal, mask = _mask_of(work, padded[1].dtype)
+        causal, mask = self._mask_of(work, padded[1].dtype)
         dq, dk, dv = _backward(*padded, lse, 0.0, causal, attn_mask=mask, scale=scale)
         if q.shape[-1] == v.shape[-1]:
             return dq, dk, dv
         return crop_to(dq, q.shape[-1]), crop_to(dk, q.shape[-1]), crop_to(dv, v.shape[-1])
+
+    def _mask_of(self, work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+        """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
+        if self.hidden is not None:
+            added = torch.zeros(self.hidden.shape, dtype=dtype, device="cpu")
+            return False, added.masked_fill_(self.hidden, -torch.inf).unsqueeze(0)
+        if work.dense:
+            return False, None
+        if work.causal:
+            return True, None
+        return False, _mask(len(work.q), work.keys, work.lo, work.hi, dtype)
 
 
 def _triangle_rows(dtype: torch.dtype, *, backward: bool) -> int:
@@ -139,18 +150,6 @@ def _ready(width: int, *tensors: Tensor, backward: bool) -> list[Tensor]:
             x = x.contiguous()
         ready.append(x if x.shape[-1] == width else pad_to(x, width))
     return ready
-
-
-def _mask_of(work: Work, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """(is_causal, additive mask) of a call. The op's causal mask starts at the first row and the first key."""
-    if work.hidden is not None:
-        added = torch.zeros(work.hidden.shape, dtype=dtype, device="cpu")
-        return False, added.masked_fill_(work.hidden, -torch.inf).unsqueeze(0)
-    if work.dense:
-        return False, None
-    if work.causal:
-        return True, None
-    return False, _mask(len(work.q), work.keys, work.lo, work.hi, dtype)
 
 
 @lru_cache(maxsize=32)

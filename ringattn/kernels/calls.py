@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..pattern.tile import Tile
 from ..plan.visit import Visit
 from ..plan.work import Work, join_keys, join_repetitions
 from .centre import Centre, restore
@@ -31,6 +32,9 @@ class Kernel(VisitKernel):
 
     #: For a call with dropout: streams int64 [B, H, rows, 1] and steps int64 [B, K, keys, 1] for `weight_factors`.
     numbers: tuple[Tensor, Tensor] | None = None
+    #: Where the work does not say it, the hidden pairs, bool [1 or H, rows, keys]; for a call of leaves also its tiles.
+    hidden: Tensor | None = None
+    tiles: tuple[Tile, ...] = ()
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool

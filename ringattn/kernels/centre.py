@@ -37,7 +37,7 @@ class Centre:
         self.of_queries = expand_heads(self.key, q.shape[1])
         fits = q.shape[-1] + EXTRA <= (kernel.max_head_dim or inf)
         takes = q.dtype == float32 and kernel.softcap is None and 0 not in (len(q), q.shape[2], k.shape[2])
-        self.moves = fits and takes
+        self.moves = kernel.centred and fits and takes
         if self.moves:
             query = q[:, :, :1, EXTRA:] if kernel.padded else q[:, :, :1]
             sizes = vector_norm(query, dim=-1, dtype=float64).clamp_min_(query.size(-1) ** 0.5)

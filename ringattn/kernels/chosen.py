@@ -39,6 +39,7 @@ class ChosenTile:
     """One call of a kernel: neighbouring rows of an element of the batch, and the keys that any of them chose.
 
     `heads`, `kv` and `rows` count in the tensors of a work. `columns` are the numbers of its keys, int64; None: all.
+    `hidden`, bool [1, rows, columns], are the pairs that the mask or the choices hide.
     """
 
     element: int
@@ -46,6 +47,7 @@ class ChosenTile:
     kv: slice
     rows: slice
     columns: Tensor | None
+    hidden: Tensor
     work: Work
 
     def of_queries(self, x: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class ChosenKeys(Kernel):
         for tile in self._tiles(work, q.shape[-1] + v.shape[-1]):
             kernel, keys, values = self._kernel_of(tile), tile.of_keys(k), tile.of_keys(v)
             part, of_rows = kernel.forward(tile.of_queries(q), keys, values, tile.work, scale)
-            empty = tile.work.hidden.all(-1)  # none of these keys: kernels differ in what they return
+            empty = tile.hidden.all(-1)  # none of these keys: kernels differ in what they return
             tile.of_queries(out).copy_(part.masked_fill(empty.unsqueeze(-1), 0.0))
             tile.of_queries(lse).copy_(of_rows.masked_fill(empty, -torch.inf))
         return out, lse
@@ -117,10 +119,10 @@ class ChosenKeys(Kernel):
 
     def _kernel_of(self, tile: ChosenTile) -> Kernel:
         if self.dropout is None:
-            return self.inner
+            return self.inner.derive(hidden=tile.hidden)
         assert self.numbers is not None, "a kernel with dropout is given the numbers of each call"
-        streams, steps = self.numbers
-        return self.inner.derive(dropout=self.dropout, numbers=(tile.of_queries(streams), tile.of_keys(steps)))
+        numbers = tile.of_queries(self.numbers[0]), tile.of_keys(self.numbers[1])
+        return self.inner.derive(hidden=tile.hidden, dropout=self.dropout, numbers=numbers)
 
     def _tiles(self, work: Work, width: int) -> Iterator[ChosenTile]:
         """The calls for a work, if a key and its value have `width` numbers; rows without keys may be in none."""
@@ -137,9 +139,8 @@ class ChosenKeys(Kernel):
                     for rows, columns, hidden in _cut_tiles(choices, marks, work, *costs):
                         _, of_q, of_k = map(range, hidden.shape)
                         part = Work(range(len(heads)), range(len(kv)), of_q, (of_k,), 0)
-                        object.__setattr__(part, "hidden", hidden)
                         slices = slice(heads.start, heads.stop), slice(kv.start, kv.stop), rows
-                        yield ChosenTile(element, *slices, columns, part)
+                        yield ChosenTile(element, *slices, columns, hidden, part)
 
 
 def _cut_tiles(

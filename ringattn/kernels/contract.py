@@ -183,6 +183,8 @@ class VisitKernel(ABC):
     padded: bool = False
     #: Whether shapes of works are unlikely to recur, see `Pattern.varies`.
     varies: bool = False
+    #: Whether to subtract a rank's first key from all keys, see `centre.Centre`.
+    centred: bool = True
     #: Dropout of attention weights; None: no dropout.
     dropout: Dropout | None = None
 

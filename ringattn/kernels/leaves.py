@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..plan.leaves import ALIGNED, LeafPair, LeafVisit, Nodes, Tree
+from ..pattern.tile import Tile
+from ..plan.leaves import LeafPair, LeafVisit, Nodes, Tree
 from ..plan.row_sets import Ranges
 from ..plan.visit import Visit
 from ..plan.work import Work
 from .calls import Kernel
 from .contract import CallData, KernelPass, Pair, QueryRows, Tensors, WrappingKernel
+from .dropout import key_steps, row_streams
 from .memory import as_dtype, empty_rows, wide, wide_zeros
-from .pad import HIDDEN, crop_to, with_column
+from .pad import HIDDEN, crop_to, delta, with_column, with_delta
 from .softmax import begin_sums, join, join_sinks
 
+#: Leaves are computed with a multiple of this many rows, of which the last may be padding: bits of calls with few rows
+#: depend on where they lie in memory.
+ALIGNED = 16
 #: The most query rows, or keys, times heads of the pairs of leaves that are one call.
 CALL_ROWS = 1 << 14
 
 
 class LeafCall(NamedTuple):
-    """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them."""
+    """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them.
+
+    `hidden`, on the CPU, are the pairs that the mask hides, if `work` does not say it; `empty` are the rows without a
+    key, if any.
+    """
 
     pairs: tuple[LeafPair, ...]
     work: Work
-    #: The rows that see no key of their pair, bool [1 or H, rows]; None: all rows see one.
+    hidden: Tensor | None
     empty: Tensor | None
 
 
@@ -39,45 +50,51 @@ class Leafwise(WrappingKernel):
 
     inner: Kernel
 
-    def __init__(self, inner: Kernel) -> None:
+    def __init__(self, inner: Kernel, device: torch.device) -> None:
         super().__init__(inner)
-        self.name, self.padded = inner.name, inner.padded
+        self.device, self.max_head_dim = device, inner.max_head_dim
+        self.name, self.padded, self.dropout = inner.name, inner.padded, inner.dropout
 
     def prepare(
         self, visits: Sequence[Visit], heads: int, kv_heads: int, rows: int, *, backward: bool
     ) -> tuple[Sequence[Any], Any]:
         """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
-        leaves: list[LeafVisit] = [visit.works for visit in visits]  # type: ignore[misc]
+        leaves = [visit.leaves for visit in visits if visit.leaves is not None]
         by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
-        return [tuple(_calls_of(visit.pairs, heads, kv_heads)) for visit in leaves], by_query
+        return [tuple(_calls_of(visit.pairs, heads, kv_heads, self.device)) for visit in leaves], by_query
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
-        return LeafPass(self.inner, call, q, block)
+        return LeafPass(self.inner.derive(dropout=self.dropout), call, q, block)
 
 
-def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int) -> Iterator[LeafCall]:
-    groups: dict[tuple[int, int, bool, Any], list[LeafPair]] = {}
+def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torch.device) -> Iterator[LeafCall]:
+    groups: dict[tuple[int, int, tuple[Tile, ...]], list[LeafPair]] = {}
     for pair in pairs:
-        n, m = _padded(pair.q), _padded(pair.k)
-        mask = None if pair.hidden is None else (pair.hidden.shape, pair.hidden.tobytes())
-        groups.setdefault((n, m, pair.causal, mask), []).append(pair)
-    for group in groups.values():
-        n, m, causal = _padded(group[0].q), _padded(group[0].k), group[0].causal
-        work = Work(
-            range(heads), range(kv_heads), range(n), (range(m),), 0 if causal or group[0].hidden is not None else None
-        )
-        empty = None
-        if group[0].hidden is not None:
-            hidden = torch.from_numpy(group[0].hidden)
-            object.__setattr__(work, "hidden", hidden)
-            rows = hidden.all(-1)
-            empty = rows if bool(rows.any()) else None
+        groups.setdefault((len(pair.q), len(pair.k), pair.tiles), []).append(pair)
+    for (rows, keys, tiles), group in groups.items():
+        n, m = (-(-x // ALIGNED) * ALIGNED for x in (rows, keys))
+        work = Work(range(heads), range(kv_heads), range(n), (range(m),))
+        hidden = empty = None
+        if tiles == (Tile(range(heads), range(rows), range(keys), 0),) and rows == keys:
+            work = replace(work, lo=0)
+        elif tiles != (Tile(range(heads), range(rows), range(keys)),) or keys < m:
+            work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m))
+            unseeing = hidden.all(-1)
+            empty = unseeing.to(device) if bool(unseeing.any()) else None
         most = max(CALL_ROWS // (max(n, m) * heads), 1)
-        yield from (LeafCall(tuple(group[first : first + most]), work, empty) for first in range(0, len(group), most))
+        for first in range(0, len(group), most):
+            yield LeafCall(tuple(group[first : first + most]), work, hidden, empty)
 
 
-def _padded(rows: range) -> int:
-    return -(-len(rows) // ALIGNED) * ALIGNED
+def _hide(tiles: Sequence[Tile], heads: int, rows: int, keys: int) -> np.ndarray:
+    """The pairs of two leaves that no tile has, bool [1 or H, rows, keys], all of the padding among them."""
+    hidden = np.ones((heads, rows, keys), dtype=bool)
+    for tile in tiles:
+        q, k = np.array(tile.q), np.array(tile.k)
+        low, high = (limit if x is None else x for x, limit in ((tile.lo, -keys), (tile.hi, rows)))
+        distance = q[:, None] - k
+        hidden[np.ix_([*tile.heads], q, k)] &= (distance < low) | (distance > high)
+    return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
 def _gather(x: Tensor, runs: Sequence[range], count: int, fill: float = 0.0) -> Tensor:
@@ -181,11 +198,12 @@ class LeafPass(KernelPass):
         return travel[0].finish()  # type: ignore[attr-defined]
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
+        by_query, by_key = self._numbers(visit)
         for call in visit.table:
             n, m = len(call.work.q), call.work.keys
-            query = _gather(q, [pair.q for pair in call.pairs], n)
-            k, v = (_gather(x, [pair.k for pair in call.pairs], m) for x in block)
-            out, lse = self.kernel.forward(query, k, v, call.work, self.call.scale)
+            query, *streams = (_gather(x, [pair.q for pair in call.pairs], n) for x in (q, *by_query))
+            k, v, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (*block, *by_key))
+            out, lse = self._kernel_of(call, *streams, *steps).forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
                 out = out.masked_fill(call.empty.unsqueeze(-1), 0.0)
@@ -194,29 +212,44 @@ class LeafPass(KernelPass):
                 sums.put(pair, tuple(node))
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
-        leaves: LeafVisit = visit.works  # type: ignore[assignment]
-        (k, v), has_lse, batch = block, rows.grad_lse is not None, len(rows.q)
+        leaves, (by_query, by_key) = visit.leaves, self._numbers(visit)
+        assert leaves is not None
+        (k, v), batch = block, len(rows.q)
         if not self._own:
             grad, out = rows.grad, rows.out
             assert out is not None
-            if rows.grad_lse is not None:
+            if rows.grad_lse is not None and not by_query:
                 out, grad = with_column(out, 0.0), with_column(grad, rows.grad_lse.to(grad.dtype))
+            elif rows.grad_lse is not None:  # as in `calls.CallsPass`
+                grad, out = with_delta(grad, delta(grad, out, rows.grad_lse), wider=True)
             self._own = grad, rows.q, out
-        v = with_column(v, 1.0) if has_lse else v
+        v = v if rows.grad_lse is None else with_column(v, float(not by_query))
         columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.by_key.items()}
         for call in visit.table:
             n, m, runs = len(call.work.q), call.work.keys, [pair.q for pair in call.pairs]
-            of_query = (_gather(x, runs, n) for x in self._own)
+            grad, query, out, *streams = (_gather(x, runs, n) for x in (*self._own, *by_query))
+            keys, values, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v, *by_key))
             lse = _gather(rows.lse, runs, n, HIDDEN)
-            of_key = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v))
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
-            (grad, query, out), (keys, values) = of_query, of_key
-            found = self.kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
+            kernel = self._kernel_of(call, *streams, *steps)
+            found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
             parts = (as_dtype(x, wide(x.dtype)).split(batch) for x in found)
             for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
                 stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
                 columns[pair.key].put(0, pair.query - pair.first, (dk, dv))
         self._send(leaves, columns, travel)
+
+    def _numbers(self, visit: Visit) -> tuple[Tensors, Tensors]:
+        """What dropout reads by query and by key, which positions alone decide; nothing without dropout."""
+        if (dropout := self.kernel.dropout) is None:
+            return (), ()
+        assert dropout.seed is not None
+        (heads, rows), (kv_heads, columns) = map(self.call.places, (self.call.stays, visit.part))
+        streams = row_streams(dropout.seed, len(self.q), heads + self.call.heads.start, rows)
+        return (streams,), (key_steps(columns).expand(len(self.q), len(kv_heads), -1).unsqueeze(-1),)
+
+    def _kernel_of(self, call: LeafCall, *numbers: Tensor) -> Kernel:
+        return self.kernel.derive(hidden=call.hidden, tiles=call.pairs[0].tiles, numbers=numbers or None)
 
     def _send(self, leaves: LeafVisit, columns: dict[int, Tree[Tensors]], travel: Tensors) -> None:
         """Give the nodes of a visit to this rank's own block, or write them where they travel."""

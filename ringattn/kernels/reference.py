@@ -82,8 +82,8 @@ class Reference(Kernel):
             if first:
                 scores += q[..., :first] @ k[..., :first].mT * scale
             slope = 1 - ratio.square_()
-        if work.hidden is not None:
-            scores = scores.masked_fill_(work.hidden, -torch.inf)
+        if self.hidden is not None:
+            scores = scores.masked_fill_(self.hidden, -torch.inf)
         elif not work.dense:
             scores = scores.masked_fill_(~band(len(work.q), work.keys, work.lo, work.hi, q.device), -torch.inf)
         return scores, slope

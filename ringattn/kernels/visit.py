@@ -117,9 +117,11 @@ class VisitTriton(VisitKernel):
     """
 
     name = "visit"
-    features = ("softcap", "dropout")
+    features = ("softcap", "dropout", "reproducible")
     max_head_dim = WIDEST + EXTRA  # extra columns are not computed, see `VisitPass`
     tiles = choose_tiles(torch.bfloat16, 128, (9, 0))
+    #: For dropout in calls of leaves, see `calls.Kernel.numbers`; else positions of the rank decide.
+    numbers: tuple[Tensor, Tensor] | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -355,8 +357,8 @@ class VisitPass(KernelPass):
     def _numbers(self, visit: Visit) -> tuple[Tensor | None, Tensor | None]:
         """The streams of the query rows and the steps of the keys, with which dropout draws; (None, None) without."""
         dropout, call = self.kernel.dropout, self.call
-        if dropout is None:
-            return None, None
+        if dropout is None or self.kernel.numbers is not None:
+            return self.kernel.numbers or (None, None)
         assert dropout.seed is not None
         queries, keys = (visit.part, call.stays) if visit.keys_stay else (call.stays, visit.part)
         (heads, rows), (kv_heads, columns) = call.places(queries), call.places(keys)

@@ -8,7 +8,7 @@ nothing of each other are absent from the tree, and never awaited. In packed doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,11 +24,9 @@ from ..pattern.tile import Tile, find_runs, intersect, shift_range
 from ..pattern.views import HeadSlice, PatternView
 from .row_sets import Ranges, RowSet, to_numbers
 from .steps import Hop, Part, RankPlan, Step
+from .work import find_tiles
 
 T = TypeVar("T")
-#: Kernels compute leaves with a multiple of this many rows, of which the last may be padding: bits of calls with few
-#: rows depend on where they lie in memory.
-ALIGNED = 16
 #: Bytes of the results that the leaves of a plan cache.
 ANSWERS = 1 << 26
 
@@ -82,8 +80,7 @@ class Nodes(RowSet):
 class LeafPair(NamedTuple):
     """A leaf of queries and a leaf of keys, with their rows in the tensors of a visit.
 
-    `first` is the first leaf of their document. `hidden` [1 or H, rows, keys] says which pairs the mask hides, in rows
-    padded to a multiple of `ALIGNED`; None: no pair or, if `causal`, the keys after the query.
+    `first` is the first leaf of their document. `tiles` are the pairs that the mask shows, in rows of the two leaves.
     """
 
     query: int
@@ -91,8 +88,7 @@ class LeafPair(NamedTuple):
     first: int
     q: range
     k: range
-    causal: bool
-    hidden: np.ndarray | None
+    tiles: tuple[Tile, ...]
 
 
 class LeafVisit(NamedTuple):
@@ -211,7 +207,7 @@ class Leaves:
         keys, pairs = dict(self._rows_in(part)), list[LeafPair]()
         for i, q in self.local(rank):
             for j in (j for run in self.rounded.seen("keys", i) for j in run if j in keys):
-                pairs.append(LeafPair(i, j, self.first[j], q, keys[j], *self.mask(i, j)))
+                pairs.append(LeafPair(i, j, self.first[j], q, keys[j], self.tiles(i, j)))
         by_query = {pair.query: self.numbers("keys", pair.query) for pair in pairs}
         by_key = {pair.key: self.numbers("queries", pair.key) for pair in pairs}
         return LeafVisit(tuple(pairs), by_query, by_key, None if part.owner == rank else self.nodes(rank, part.owner))
@@ -234,16 +230,10 @@ class Leaves:
         )
 
     @cached
-    def mask(self, query: int, key: int) -> tuple[bool, np.ndarray | None]:
-        """(causal, hidden) of `LeafPair`: a function of the two leaves, so that the op does not depend on shards."""
-        q, k, heads = self.rounded.places(query), self.rounded.places(key), range(self.plan.heads)
-        tiles = [*self.plan.pattern.tiles(q, k, heads)]
-        if len(tiles) == 1 and [*map(len, (tiles[0].heads, tiles[0].q, tiles[0].k))] == [*map(len, (heads, q, k))]:
-            if tiles[0].dense and len(k) % ALIGNED == 0:
-                return False, None
-            if len(q) == len(k) and (tiles[0].lo, tiles[0].hi) == (q.start - k.start, None):
-                return True, None
-        return False, _hide(tiles, q, k, heads)
+    def tiles(self, query: int, key: int) -> tuple[Tile, ...]:
+        """The tiles of `LeafPair`: a function of the two leaves, so that the op does not depend on shards."""
+        q, k = self.rounded.places(query), self.rounded.places(key)
+        return tuple(find_tiles(self.plan.pattern, (q,), (k,), self.plan.heads))
 
     def send_home(self, rank: int, steps: Callable[[int], RankPlan]) -> RankPlan:
         """The steps of a rank; in its backward, nodes go straight to the owner of a block, one step after the visit.
@@ -290,19 +280,6 @@ class Leaves:
             if at < len(held) and held[at] == rows.start:
                 assert held[at + len(rows) - 1] == rows[-1], "row sets hold whole leaves"
                 yield leaf, range(at, at + len(rows))
-
-
-def _hide(tiles: Sequence[Tile], q: range, k: range, heads: range) -> np.ndarray:
-    """The pairs of two leaves that no tile has, bool [1 or H, rows, keys], all of the padding among them."""
-    hidden = np.ones((len(heads), -(-len(q) // ALIGNED) * ALIGNED, -(-len(k) // ALIGNED) * ALIGNED), dtype=bool)
-    for tile in tiles:
-        rows, keys = np.array(tile.q)[:, None], np.array(tile.k)
-        low, high = (
-            limit if x is None else x for x, limit in ((tile.lo, -q.stop - k.stop), (tile.hi, q.stop + k.stop))
-        )
-        outside = (rows - keys < low) | (rows - keys > high)
-        hidden[np.ix_([*tile.heads], rows[:, 0] - q.start, keys - k.start)] &= outside
-    return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
 def count_nodes(plan: Any) -> dict[str, int]:

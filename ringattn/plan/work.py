@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -45,9 +45,6 @@ class Work(Value):
     q_shift: int = 0
     k_shift: int = 0
     sequences: tuple[Work, ...] = ()
-
-    #: The pairs that a call of `kernels.leaves` hides, bool [1 or H, rows, keys]; its band then says nothing.
-    hidden: ClassVar[Any] = None
 
     __hash__ = Value.kept_hash  # works are keys of many tables
 

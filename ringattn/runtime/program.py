@@ -20,6 +20,7 @@ from .buffers import SUM_OF, RankState, Recorder
 from .tensors import Actions, Memory, NumberedPost, Numbers, PassTensors
 
 if TYPE_CHECKING:
+    from ..plan.leaves import LeafVisit
     from .head_exchange import ExchangeStep
 
 #: (kinds of a rank's own blocks, kinds of the sums for its own rows), by what rotates and whether in a backward.
@@ -161,13 +162,10 @@ def _resolve(
             state.start(index)
             posts, visits = recorder.collect(), []
             for part in steps[index].visits:
-                works: Any = (
-                    demand.works(owner, part.owner, part.row_set)
-                    if plan.reproducible is None
-                    else ring_plan.leaves.visit(owner, part)
-                )
+                leaves = None if plan.reproducible is None else ring_plan.leaves.visit(owner, part)
+                works = demand.works(owner, part.owner, part.row_set) if leaves is None else ()
                 if works or rotates == "kv":  # a rank also passes on queries that see none of its keys
-                    visits.append(_record_visit(state, part, works, label, backward=backward))
+                    visits.append(_record_visit(state, part, works, leaves, label, backward=backward))
             recorded.append(RingStep(posts, tuple(visits), state.finish(index), label))
         if exchanges_heads(plan):
             leave = HeadExchange(recorder, plan, rank, steps, to_heads=False).record("dqkv" if backward else "out")
@@ -193,17 +191,19 @@ def _resolve(
     )
 
 
-def _record_visit(state: RankState, part: Part, works: Sequence[Work], label: str, *, backward: bool) -> NumberedVisit:
+def _record_visit(
+    state: RankState, part: Part, works: Sequence[Work], leaves: LeafVisit | None, label: str, *, backward: bool
+) -> NumberedVisit:
     """Record a visit. Sums that are new stay uninitialized: `Visit.first` tells the kernel to begin them."""
     rows: Numbers = ()
     sums: Numbers = ()
     block = state.block(part)
     _, heads, count, *_ = state.recorder.shape(block[0])
-    visit = Visit(part, works, (heads, count))
+    visit = Visit(part, works, (heads, count), leaves=leaves)
     if part.kind == "q":
         rows = state.block(Part("row", part.owner, part.row_set))
     if backward or visit.keys_stay:
-        row_set = part.row_set if state.plan.reproducible is None else works.nodes or ALL_ROWS  # type: ignore[attr-defined]
+        row_set = part.row_set if leaves is None else leaves.nodes or ALL_ROWS
         total = Part(SUM_OF.get(part.kind, "grad"), part.owner, row_set)
         visit = replace(visit, first=state.is_new(total))
         sums = state.sums(total, zero=False)

@@ -259,6 +259,11 @@ def with_a_mistake(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
     return q[: len(3)]  # type: ignore[arg-type]
 
 
+def promising(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, same_bits: bool) -> Tensor:
+    """Says that its bits are the same on any number of ranks, but adds gradients of keys by rank."""
+    return attend(q, k, v, group=group, causal=causal)
+
+
 def badly_named(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
     """Has a layout that does not exist."""
     return q

@@ -105,6 +105,7 @@ def refusals(rank: int) -> list[str]:
     calls = [
         lambda: parallelize(tiny("MiniMaxForCausalLM"), layout="zigzag"),
         add_function,
+        lambda: parallelize(tiny("Qwen3NextForCausalLM"), layout="zigzag", reproducible=16),
         stripe,
         lambda: gdn.generate(**prompts(2, 3, 1), max_new_tokens=2),
         lambda: jamba.generate(ids[:1, :30], max_new_tokens=2, prefill_chunk_size=11),

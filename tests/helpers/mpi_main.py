@@ -40,6 +40,10 @@ def errors(transport: Mpi) -> list[str]:
     return rank_cases.errors_on_every_rank(transport.rank, transport)
 
 
+def same_bits(transport: Mpi) -> list[str]:
+    return rank_cases.same_bits(transport.rank, transport)
+
+
 def records(transport: Mpi) -> list[int]:
     """Records of any length, also none and more than a message's eager size; the lengths by rank."""
     for scale in (0, 1, 5000, 300_000):

@@ -377,9 +377,9 @@ def check_told(told: list[list[str]]) -> None:
         assert good.startswith(on_good)
 
 
-def same_bits(rank: int) -> list[str]:
+def same_bits(rank: int, transport: Transport | None = None) -> list[str]:
     """What differs from one process with `reproducible`, over layouts and schedules; sent bytes are those of plans."""
-    transport, wrong = TorchDist(timeout=30), []
+    transport, wrong = transport or TorchDist(timeout=30), list[str]()
     size, pattern = transport.size, Causal() & Documents([30, 71])
     case = make_case(TOKENS, 4, 2, torch.float32, lse=True)
     assert case.grad_lse is not None

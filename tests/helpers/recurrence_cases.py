@@ -422,6 +422,11 @@ def refusals(rank: int) -> list[str]:
         lambda: conv() if one else ra.gated_delta_rule(*gdn, layout="zigzag"),
         lambda: ra.gated_delta_rule(*gdn, layout="zigzag", scale=2.0 if one else None),
         lambda: ra.gated_delta_rule(*gdn, layout="zigzag", initial_state=v if one else None),
+        lambda: conv(reproducible=16 if one else None),
+        *(
+            lambda layer=layer: layer(x, layout="zigzag", reproducible=16)
+            for layer in (ra.affine_scan, ra.causal_conv1d, ra.gated_delta_rule, ra.selective_scan, ra.ssd)
+        ),
         lambda: ra.gated_delta_rule(*gdn, layout="zigzag"),
     ]
     return [told_by(call) for call in calls]

@@ -31,6 +31,7 @@ def test_what_does_not_compose_is_refused_on_all_ranks_by_name(run_ranks: Run) -
     words = [
         "has layers of type linear_attention",
         "functions that ringattn does not know: lightning_rule",
+        "reproducible=16: bits of recurrent layers follow the number of ranks; leave it out",
         "24 runs of consecutive tokens",
         "a padded prompt of length 3 is too short for 2 ranks",
         "Mamba's scan takes no earlier state",

@@ -15,7 +15,7 @@ import torch
 from oracle import Case, Result, dense, error, errors, make_case, same_lse, solve
 
 import ringattn as ra
-from ringattn.kernels import merges, visit
+from ringattn.kernels import merges, visit, visit_calls
 from ringattn.kernels.visit import Config, KernelLaunch, Tiles, VisitPass, VisitTriton, self_test
 
 pytestmark = [
@@ -82,8 +82,9 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         batch, heads, rows, *width = shape
         return empty((batch, rows, heads, *width), dtype).transpose(1, 2)
 
-    monkeypatch.setattr(visit, "empty", empty)
-    monkeypatch.setattr(visit, "empty_rows", empty_rows)
+    for module in (visit, visit_calls):
+        monkeypatch.setattr(module, "empty", empty)
+        monkeypatch.setattr(module, "empty_rows", empty_rows)
     monkeypatch.setattr("ringattn.runtime.tensors.empty", lambda *args: empty(*args, before=0))
     yield
     assert around and all((x.view(torch.uint8) == 255).all() for x in around)
@@ -195,6 +196,15 @@ CASES: dict[str, tuple[Any, ...]] = {
     "hidden": (ra.Causal(), Ring(2, rotate="q"), 20, (1, 1), "float16", (8, 16), {"padding": True, "dropout": 0.3}),
     "large": (ra.Causal(), Ring(2), 34, (2, 2), "float32", (16, 16), {"large": True, "how": 2, "lse": True}),
     "large-q": (ra.Causal(), Ring(2, rotate="q"), 22, (2, 1), "float32", (16, 16), {"large": True, "how": 1}),
+    "leaves": (ra.Causal(), Ring(3, "zigzag", "allgather"), 45, (2, 1), "float32", (16, 24), {"lse": True, "how": 1}),
+    "leaves-blocks": (
+        *(ra.Causal() & ra.BlockSparse(5, SPARSE), Ring(2), 33, (2, 2), "bfloat16", (24, 16)),
+        {"softcap": 2.0, "how": 2},
+    ),
+    "leaves-documents": (
+        *(ra.Causal() & ra.Documents([20, 1, 12]), Ring(2, "contiguous", "direct"), 33, (2, 1), "float32", (16, 16)),
+        {"dropout": 0.4, "padding": True, "lse": True, "sinks": True, "how": 3},
+    ),
 }
 
 
@@ -220,7 +230,13 @@ def test_equals_dense_attention(name: str, canaries: None, monkeypatch: pytest.M
         options["sinks"] = torch.linspace(-1, 2, heads).requires_grad_()
     if "dropout" in asked:
         asked["dropout"] = ra.Dropout(asked["dropout"], seed=1 << 40)
+    if name.startswith("leaves"):
+        asked["reproducible"] = 16
     found = attend(case, pattern, ring, how, **asked, **options)
+    if "reproducible" in asked:
+        one = attend(case, pattern, Ring(1), **asked, **options)
+        pairs = zip((found.out, found.lse, *found.grads[:3]), (one.out, one.lse, *one.grads[:3]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
     if padding is not None:
         case.v.nan_to_num_()
     if "dropout" in asked:  # its random numbers are tested in runtime/test_dropout.py

@@ -27,6 +27,7 @@ CASES: dict[tuple[int, str], tuple[Any, ...]] = {
     (2, "errors"): (),
     (2, "passes"): (),
     (3, "equals_virtual"): ("bfloat16", (2, 2)),
+    (3, "same_bits"): (),
     (3, "checks"): (),
     (3, "cache"): ([0, 1, 2],),
     (3, "split"): (),
@@ -50,6 +51,10 @@ def found(mpirun: Run) -> Callable[[int, str], Any]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
     assert found(ranks, "equals_virtual") == [16] * ranks
+
+
+def test_reproducible_ranks_have_the_bits_of_one_process(found: Run) -> None:
+    assert found(3, "same_bits") == [[]] * 3
 
 
 def test_a_cache_has_the_bits_of_virtual_ranks_and_the_messages_of_its_formula(found: Run) -> None:

@@ -68,6 +68,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
     most = tuple(range(1, ranks))
     yield replace(base, feature="two groups", groups=(tuple(range(ranks // 2)), tuple(range(ranks // 2, ranks))))
     yield replace(base, feature="a group of some ranks", groups=(most,))
+    yield replace(base, feature="same bits", tokens=192, heads=4, ways=("bits",), calls=1)  # 192: for 1 to 4 ranks
     yield replace(base, feature="ranks that differ", tokens=few, ways=("differ",), calls=1)
 
 

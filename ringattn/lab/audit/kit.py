@@ -55,7 +55,7 @@ class Case:
     share of the tokens; without any, all ranks share one. `ways` may contain: large (logits beyond the range of exp),
     shared (so by a component that all keys have), lse (also return lse), dlse (with its gradient), no_grad, no_dk (keys
     need no gradient), twice (run a second backward), crossed (all forwards, then all backwards), strided (views),
-    checkpoint, compile, and differ (rank 1 has another dtype).
+    checkpoint, compile, differ (rank 1 has another dtype), and bits (1 to 4 ranks give the same bits).
     """
 
     feature: str
@@ -320,6 +320,8 @@ def prepare(target: Callable[..., Any], case: Case, device: torch.device) -> Cal
 
     Every call has other inputs, and the gradient of the output is random.
     """
+    if "bits" in case.ways:
+        return _prepare_bits(target, case, device)
     joined = [dist.new_group([*ranks]) for ranks in case.groups] or [dist.group.WORLD]
     members = case.groups or (tuple(range(dist.get_world_size())),)
     number = next((i for i, ranks in enumerate(members) if dist.get_rank() in ranks), None)
@@ -372,6 +374,8 @@ class _Attempt:
             keywords["sink_logits"] = make_sink_logits(case).to(self.device)
         if "lse" in case.ways:
             keywords["return_lse"] = True
+        if "bits" in case.ways and "same_bits" in accepts(self.target):
+            keywords["same_bits"] = True
 
         def attend(*qkv: Tensor) -> tuple[Any, Any]:
             result = self.target(*qkv, group=self.group, **keywords)
@@ -487,6 +491,48 @@ class _Attempt:
         if float(same.double().mean()) > 0.9:
             raise WrongError("ranks drop the same weights of their rows")
         return kept.double() / share
+
+
+class _BitsAttempt(_Attempt):
+    """Keeps the bytes of the results of all ranks, by name."""
+
+    def check(self, name: str, ours: Tensor, answer: tuple[Tensor, Any, Any, float]) -> Verdict:
+        rows = self.key_rows if name in ("dk", "dv") else self.rows
+        whole = torch.zeros(*ours.shape[:2], answer[0].shape[2], *ours.shape[3:], dtype=ours.dtype, device=ours.device)
+        whole[:, :, rows.to(ours.device)] = ours
+        dist.all_reduce(whole.view(torch.uint8), group=self.group)
+        vars(self).setdefault("bits", {})[name] = whole
+        return super().check(name, ours, answer)
+
+
+def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
+    """`prepare` for the first rank, the first two, and so on, of which each group gets the same whole inputs.
+
+    Other bits are wrong if the target has an argument `same_bits`, which promises them; else the verdict is "rounded".
+    """
+    trials, rank = list[_BitsAttempt](), dist.get_rank()
+    for many in range(1, min(dist.get_world_size(), 4) + 1):
+        group = dist.new_group([*range(many)])
+        if rank < many:
+            trials.append(_BitsAttempt(target, case, device, group, rank, many))
+            trials[-1].solve(0)
+
+    def compare() -> Verdict:
+        promised, verdicts = "same_bits" in accepts(target), [Verdict("exact", tolerance=1.0)]
+        try:
+            verdicts += [trial.compare() for trial in trials]
+        except ERRORS as error:
+            if promised:
+                raise
+            return Verdict("not offered", f"on {trials[len(verdicts) - 1].ranks} ranks: {first_words(error)}")
+        for trial in trials if rank == 0 else ():  # this rank alone is in all groups
+            for name, bits in vars(trial)["bits"].items():
+                if not torch.equal(bits.view(torch.uint8), vars(trials[0])["bits"][name].view(torch.uint8)):
+                    why = f"{name} has other bits on {trial.ranks} ranks than on one"
+                    verdicts.append(Verdict("wrong" if promised else "rounded", why, name))
+        return choose(verdicts)
+
+    return compare
 
 
 def _count_tensors() -> int:

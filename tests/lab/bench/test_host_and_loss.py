@@ -1,11 +1,11 @@
-"""Suites "host" and "loss": what a warm call launches beside its kernels; the ratios of both losses."""
+"""Suites "host", "loss" and "reproducible": what a warm call launches beside its kernels; ratios of times and peaks."""
 
 from __future__ import annotations
 
 import pytest
 
 from ringattn.lab.bench import runner as bench_runner
-from ringattn.lab.bench.suites import loss
+from ringattn.lab.bench.suites import loss, reproducible
 from ringattn.lab.bench.suites.host import count_passes
 from ringattn.runtime import peak_memory
 
@@ -30,3 +30,11 @@ def test_peaks_and_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     record = bench_runner.summarise_case(case, [raw])
     assert record["summary"]["peak_ratio"] == 10.0 and len(record["columns"]["plain"]["seconds"]) == 2
     assert loss.SUITE.conclude([record])[1]  # type: ignore[misc]
+
+
+def test_leaves_are_timed_beside_the_usual_call() -> None:
+    raw = bench_runner.measure_case(reproducible._case(2, 96, True), 0, None, 2)
+    assert max(raw["errors"].values()) < 1e-5
+    record = bench_runner.summarise_case(reproducible._case(2, 96, True), [raw])
+    text, met = reproducible._conclude([record])
+    assert "(at most 1.05) with leaves of 2048" in text and met is not None

@@ -25,6 +25,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     return_lse: bool = False,
+    same_bits: bool = False,
 ) -> Any:
     """ringattn's `ring_attention` on contiguous shards."""
     pattern: Any = ra.Causal() if causal else ra.Full()
@@ -34,6 +35,7 @@ def attend(
     if documents:
         pattern &= ra.Documents(documents)
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "dropout": dropout, "return_lse": return_lse}
+    options["reproducible"] = 16 if same_bits else None
     return ra.ring_attention(
         q, k, v, pattern, layout="rows", group=group, key_padding_mask=padding_mask, sinks=sink_logits, **options
     )
