@@ -147,7 +147,7 @@ def run_local(
     themselves. The standard output and standard error of ranks are kept for error messages; rank 0 shows its progress
     on this process's standard error and, with `show`, writes to this process's standard output. `place(rank)` runs
     first on each rank, and chooses its network interface; by default, the loopback interface. `warm` names modules that
-    one process imports before it forks the ranks; they may start no threads.
+    are imported before ranks are forked, from this process unless it has other threads; they may start no threads.
 
     Raises LaunchFailure with the stderr of the rank that failed first. No process or temporary file is left behind,
     even if this process is killed. SIGTERM ends it with SystemExit.
@@ -160,8 +160,12 @@ def run_local(
         raise InvalidInput(f"ranks={ranks}: at least one rank is needed")
     group = {"world": ranks, "timeout": group_timeout or timeout, "threads": threads, "show": show, "place": place}
     work = pickle.dumps((fn, args))
-    context: Any = get_context("forkserver" if warm else "spawn")
-    if warm:
+    alone = threading.active_count() == 1
+    context: Any = get_context(("fork" if alone else "forkserver") if warm else "spawn")
+    if warm and alone:
+        for name in warm:
+            importlib.import_module(name)
+    elif warm:
         context.set_forkserver_preload([*warm])
     with terminable(), _scratch_folder() as scratch:
         processes = [
@@ -303,6 +307,7 @@ def _run_rank(scratch: Path, group: dict[str, Any], rank: int, work: bytes) -> N
         os.dup2(log.fileno(), 2)
         if rank or not group["show"]:
             os.dup2(log.fileno(), 1)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))  # not what a parent redirects
     if group["place"]:
         group["place"](rank)
     elif any(name == "lo" for _, name in socket.if_nameindex()):

@@ -53,7 +53,8 @@ _leaked: list[Tensor] = []
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int | None = None,
-    documents: tuple[int, ...] = (), padding_mask: Tensor | None = None, dropout: float = 0.0, fault: str = "",
+    documents: tuple[int, ...] = (), padding_mask: Tensor | None = None, dropout: float = 0.0,
+    cache: dict[str, Any] | None = None, fault: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of contiguous shards of any equal length."""
     if fault == "group ignored":
@@ -69,13 +70,19 @@ def attend(
         k, v = _Change.apply(k, v, lambda dk, dv: (dv, dk))
     if fault == "half a gradient" and rank == 1:
         k, v = _Change.apply(k, v, lambda dk, dv: (dk / 2, dv))
-    keys, values = (_Gather.apply(x.contiguous(), group) for x in (k, v))
+    if cache:  # the next token, after those of all ranks
+        keys, values = (torch.cat([old, x], 2) for old, x in zip(cache["kept"], (k, v), strict=True))
+    else:
+        keys, values = (_Gather.apply(x.contiguous(), group) for x in (k, v))
+    mine = torch.arange(rank * rows, (rank + 1) * rows) if not cache else torch.tensor([keys.shape[2] - 1])
+    if cache == {} or (cache and fault != "token not kept"):
+        cache["kept"] = keys, values
     if fault == "stale buffer":
         keys = _kept.setdefault(keys.shape, [keys.detach()])[0] if not keys.requires_grad else keys
         kept = _kept.setdefault(values.shape, [values.detach()])[0]
         values = values + (kept - values).detach()
-    many = ranks * rows
-    place, mine = torch.arange(many), torch.arange(rank * rows, (rank + 1) * rows)
+    many = keys.shape[2]
+    place = torch.arange(many)
     distance = mine[:, None] - place
     seen = torch.ones(rows, many, dtype=torch.bool)
     if fault == "last tile skipped":
@@ -147,6 +154,7 @@ FAULTS = {
     "dropout differs": "dropout",
     "wrong head group": "grouped heads",
     "sum of softmaxes": "causal",
+    "token not kept": "a cache with decode steps",
 }
 
 
@@ -155,6 +163,23 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("fault_"):
         raise AttributeError(name)
     return partial(attend, fault=[*FAULTS][int(name[6:])])
+
+
+def recur(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, decay: float, lost: bool = False) -> Tensor:
+    """A recurrent layer of contiguous shards, which may lose the state between ranks."""
+    (rank, rows), share = (dist.get_rank(group), q.shape[2]), q.shape[1] // k.shape[1]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys, values = (_Gather.apply(x.to(wide).contiguous(), group).repeat_interleave(share, 1) for x in (k, v))
+    place, mine = torch.arange(keys.shape[2]), torch.arange(rank * rows, (rank + 1) * rows)
+    distance = mine[:, None] - place
+    seen = (distance >= 0) & ((place >= rank * rows) | (not lost))
+    scores = q.to(wide) @ keys.mT * q.shape[3] ** -0.5 * decay ** distance.clamp(min=0).to(wide)
+    return (scores.masked_fill(~seen, 0.0) @ values).to(q.dtype)
+
+
+def forget(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, decay: float) -> Tensor:
+    """The same, without the state of earlier ranks."""
+    return recur(q, k, v, group=group, causal=causal, decay=decay, lost=True)
 
 
 def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:

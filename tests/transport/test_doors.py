@@ -18,7 +18,8 @@ import torch.distributed as dist
 from command_line import ringattn
 
 import ringattn as package
-from ringattn.lab.audit.run import TOO_SLOW, _Rank
+from ringattn.lab.audit.kit import Case
+from ringattn.lab.audit.run import _Rank
 from ringattn.transport.records import VALUE, exchange_values, frame
 
 #: Local addresses in /proc/net/tcp and tcp6, in hex, that only this machine reaches: 127.0.0.0/8 and ::1.
@@ -90,9 +91,9 @@ def test_what_a_stranger_sends_is_not_run(tmp_path: Path) -> None:
     planted = pickle.dumps(Planted(tmp_path / "run"))
     rank = object.__new__(_Rank)
     rank.rank, rank.ranks, rank.store = 0, 1, dist.HashStore()
-    rank.store.set("0/verdict/0", planted)
+    rank.store.set("0/0", planted)
     with pytest.raises(msgspec.DecodeError):
-        rank._collect("0", 1.0, TOO_SLOW)
+        rank.look(Case("any"), "0", 1.0)
     transport: Any = SimpleNamespace(gather=lambda record, stage: [frame("told", planted, VALUE)])
     with pytest.raises(msgspec.DecodeError):
         exchange_values(transport, "told", 1.0)

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import gc
 import inspect
-import multiprocessing
 import os
 import socket
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from threading import RLock
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
-#: Keywords by which a target may take a mask or an option, see docs/audit.md.
-KEYWORDS = ("causal", "window", "sinks", "documents", "padding_mask", "softcap", "sink_logits", "scale", "dropout")
 #: Verdicts, the worst last, and those that make an audit fail.
 VERDICTS = ("exact", "not offered", "refused", "rounded", "too slow", "crash", "hang", "wrong")
 FAILURES = ("wrong", "hang", "crash", "too slow")
@@ -55,7 +53,8 @@ class Case:
     share of the tokens; without any, all ranks share one. `ways` may contain: large (logits beyond the range of exp),
     shared (so by a component that all keys have), lse (also return lse), dlse (with its gradient), no_grad, no_dk (keys
     need no gradient), twice (run a second backward), crossed (all forwards, then all backwards), strided (views),
-    checkpoint, compile, differ (rank 1 has another dtype), and bits (1 to 4 ranks give the same bits).
+    checkpoint, compile, differ (rank 1 has another dtype), cache (the first call has a prompt, each later one the next
+    token), and bits (1 to 4 ranks give the same bits).
     """
 
     feature: str
@@ -76,7 +75,7 @@ class Case:
     def needs(self) -> set[str]:
         """The names of the keyword arguments that this case passes to the audited function."""
         needed = {"padding_mask" if name in ("left", "padding") else name for name in self.mask}
-        return needed | ({"return_lse"} if "lse" in self.ways else set())
+        return needed | {name for way, name in (("lse", "return_lse"), ("cache", "cache")) if way in self.ways}
 
     @property
     def real(self) -> tuple[int, int]:
@@ -92,7 +91,8 @@ class Case:
 class Verdict:
     """The outcome of a case on one rank; for a wrong result, which tensor and rows are wrong, and by how much.
 
-    `error` and `tolerance` are relative to the largest entry of the exact tensor. `stack` shows where a rank hangs.
+    `error` and `tolerance` are relative to the largest entry of the exact tensor. `stack` shows where a rank hangs, and
+    `seconds` how long it had, see `audit`.
     """
 
     verdict: str
@@ -101,21 +101,26 @@ class Verdict:
     error: float = 0.0
     tolerance: float = 0.0
     stack: str = ""
+    seconds: float = 0.0
+
+    @property
+    def told(self) -> str:
+        """The verdict in words: why, and by how much."""
+        off = f"by {self.error:.1e} of the largest entry, allowed {self.tolerance:.1e}" if self.error else ""
+        words = (self.why, "not finite" if self.error == inf else off)
+        return ": ".join([self.verdict, ", ".join(filter(None, words))]).rstrip(": ")
 
 
 class WrongError(Exception):
     """A result has the wrong type, shape or dtype."""
 
 
-def accepts(target: Callable[..., Any]) -> set[str]:
-    """The names of the keyword arguments that the audited function takes; none if it has no signature."""
+def accepts(target: Callable[..., Any]) -> dict[str, bool]:
+    """By name of a keyword argument that the audited function takes, whether it has no default; {} if unknown."""
     try:
-        parameters = inspect.signature(target).parameters.values()
+        return {name: one.default is one.empty for name, one in inspect.signature(target).parameters.items()}
     except ValueError:
-        return set()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return {*KEYWORDS, "return_lse", "group"}
-    return {one.name for one in parameters}
+        return {}
 
 
 def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -> Tensor:
@@ -147,11 +152,6 @@ def see(case: Case) -> Tensor:
         number = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
         seen &= number[:, None] == number
     return seen if case.keys else seen & case.is_real(place)
-
-
-def make_sink_logits(case: Case) -> Tensor:
-    """The learned sink logits of a case, [H]: for each query head, the logit of an extra key."""
-    return torch.linspace(-1.0, 1.0, case.heads, device="cpu")
 
 
 def make_inputs(case: Case, call: int = 0, group: int = 0) -> list[Tensor]:
@@ -188,21 +188,24 @@ def attend_exactly(
     Rows that see no key have out 0. `keep` [B, H, N, N] is 1 / (1 - p) for weights that dropout kept, and 0 for dropped
     ones. With `kernel`, a dtype, this errs as a kernel that accumulates in fp32 does: by a rounding of the largest
     logit in the log-sum-exp that it merges and stores, and in 16 bits by those of weights, gradients of scores, and
-    out.
+    out. With a decay, weights are scores times its power of the distance, as in a recurrent layer.
     """
-    group, seen = case.heads // case.kv_heads, see(case).to(q.device)
+    group, seen, decay = case.heads // case.kv_heads, see(case).to(q.device), case.mask.get("decay")
     scores = q @ k.repeat_interleave(group, 1).mT * (case.mask.get("scale") or case.head_dim**-0.5)
     if cap := case.mask.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
     logits = scores.masked_fill(~seen, float("-inf"))
     if case.mask.get("sink_logits"):
-        sink = make_sink_logits(case).to(q)[None, :, None, None].expand(*scores.shape[:3], 1)
-        logits = torch.cat([logits, sink], -1)
+        sinks = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(q)[:, None, None].expand(*scores.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
     lse = logits.logsumexp(-1)
     if kernel is not None:
         sign = 1 - 2 * (torch.arange(lse.shape[2], device=lse.device) % 2)
         lse = lse + sign * torch.finfo(torch.float32).eps * scores.detach().abs().masked_fill(~seen, 0.0).amax(-1)
     weights = (logits - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()[..., : k.shape[2]]
+    if decay is not None:
+        place = torch.arange(case.tokens, device=q.device)
+        weights = (scores * decay ** (place[:, None] - place).clamp(min=0).to(q)).masked_fill(~seen, 0.0)
     weights = weights if keep is None else weights * keep
     small = kernel is not None and kernel.itemsize == 2
     if small:
@@ -255,26 +258,27 @@ def _mean(x: Tensor) -> float:
 
 
 def check(
-    name: str, ours: Tensor, exact: Tensor, allowed: tuple[float, float], rows: Tensor | None, scale: float
-) -> Verdict:
-    """Compare one tensor with the exact one; the verdict is "exact" or "wrong". `allowed` is from `find_tolerance`.
+    name: str, ours: Tensor, exact: Tensor, allowed: tuple[float, float], rows: Tensor | None, scale: float,
+    ratio: float = 1.0,
+) -> Verdict:  # fmt: skip
+    """Compare one tensor with the exact one. `allowed` is from `find_tolerance`.
 
-    `rows` are the positions along the third dim, with which the verdict names wrong rows.
+    The verdict is "exact" for errors of `ratio` times what is allowed, "rounded" for larger ones, or "wrong". `rows`
+    are the positions along the third dim, with which the verdict names wrong rows.
     """
     away = (ours.double().cpu() - exact).abs().masked_fill(~exact.isfinite(), 0.0).nan_to_num(nan=inf, posinf=inf)
-    error = float(away.max()) / scale if away.numel() else 0.0
-    mean = _mean(away) / scale
-    if error <= allowed[0] and mean <= allowed[1]:
-        return Verdict("exact", tensor=name, error=error, tolerance=allowed[0])
-    if error <= allowed[0]:
-        why = f"{name} as a whole: the root mean square of its error is {mean:.0e}, allowed {allowed[1]:.0e}"
-        return Verdict("wrong", why, name, error, allowed[0])
+    error, mean = float(away.max()) / scale if away.numel() else 0.0, _mean(away) / scale
+    for verdict, part in (("exact", ratio), ("rounded", 1.0)):
+        if error <= allowed[0] * part and mean <= allowed[1] * part:
+            why = "" if verdict == "exact" else f"{name} is computed in fp32"
+            return Verdict(verdict, why, name, error, allowed[0] * part)
     if rows is None:
-        return Verdict("wrong", name, name, error, allowed[0])
-    by_row = away.amax([i for i in range(away.dim()) if i != 2])
-    wrong = rows[by_row > allowed[0] * scale].tolist()
+        return Verdict("wrong", name, name, error, allowed[0] * ratio)
+    wrong = rows[away.amax([i for i in range(away.dim()) if i != 2]) > allowed[0] * ratio * scale].tolist()
+    if not wrong:
+        return Verdict("wrong", f"{name} as a whole, its mean square", name, mean, allowed[1] * ratio)
     spelled = f"{wrong[0]} .. {wrong[-1]} ({len(wrong)})" if len(wrong) > 1 else str(wrong[0])
-    return Verdict("wrong", f"{name} of rows {spelled}", name, error, allowed[0])
+    return Verdict("wrong", f"{name} of rows {spelled}", name, error, allowed[0] * ratio)
 
 
 def choose(verdicts: Sequence[Verdict]) -> Verdict:
@@ -299,8 +303,6 @@ def judge(compare: Callable[[], Verdict]) -> Verdict:
         return compare()
     except WrongError as error:
         return Verdict("wrong", str(error), "out")
-    except ImportError as error:
-        return Verdict("crash", f"the target needs what is not installed: {first_words(error)}")
     except ERRORS as error:
         return Verdict("refused" if isinstance(error, REFUSALS) else "crash", first_words(error))
 
@@ -322,46 +324,39 @@ def prepare(target: Callable[..., Any], case: Case, device: torch.device) -> Cal
     """
     if "bits" in case.ways:
         return _prepare_bits(target, case, device)
-    joined = [dist.new_group([*ranks]) for ranks in case.groups] or [dist.group.WORLD]
-    members = case.groups or (tuple(range(dist.get_world_size())),)
-    number = next((i for i, ranks in enumerate(members) if dist.get_rank() in ranks), None)
-    if number is None:  # this rank is in no group
-        return lambda: Verdict("exact", tolerance=1.0)
-    case = replace(case, tokens=case.tokens * len(members[number]) // dist.get_world_size())
-    trial = _Attempt(target, case, device, joined[number], members[number].index(dist.get_rank()), len(members[number]))
-    trial.solve(number)
-    return trial.compare
+    world = dist.get_world_size()
+    groups = [dist.new_group([*ranks]) for ranks in case.groups] or [dist.group.WORLD]
+    for number, (ranks, group) in enumerate(zip(case.groups or (range(world),), groups, strict=True)):
+        if dist.get_rank() in ranks:
+            return _Attempt(target, replace(case, tokens=case.tokens * len(ranks) // world), device, group, number).run
+    return lambda: Verdict("exact", tolerance=1.0)  # this rank is in no group
 
 
 class _Attempt:
-    """A case on this rank."""
+    """A case on this rank, in the group of a number."""
 
-    def __init__(
-        self, target: Callable[..., Any], case: Case, device: torch.device, group: Any, rank: int, ranks: int
-    ) -> None:
-        self.target, self.case, self.device, self.group, self.ranks = target, case, device, group, ranks
+    def __init__(self, target: Callable[..., Any], case: Case, device: torch.device, group: Any, number: int) -> None:
+        self.target, self.case, self.device, self.group = target, case, device, group
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        self.row_sets = [place_rows(target, case.tokens, i, ranks) for i in range(ranks)]
-        self.rows, self.key_rows = self.row_sets[rank], place_rows(target, case.keys or case.tokens, rank, ranks)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.prompt, self.cache = case.tokens - (case.calls - 1 if "cache" in case.ways else 0), dict[Any, Any]()
+        self.row_sets = [place_rows(target, self.prompt, i, ranks) for i in range(ranks)]
+        self.rows, self.key_rows = self.row_sets[rank], place_rows(target, case.keys or self.prompt, rank, ranks)
         self.given = torch.float64 if "differ" in case.ways and rank == 1 else self.dtype
-
-    def solve(self, number: int) -> None:
-        """Make the inputs of the group of this number, and their exact results."""
-        many = range(min(self.case.calls, DISTINCT))
-        self.problems = [make_inputs(self.case, call, number) for call in many]
-        known = not ({"differ"} & {*self.case.ways} or self.case.mask.get("dropout"))
+        # The exact result has fp64 itself: what a call in fp64 may err follows from the error of one in fp32.
+        self.ruler = torch.float32 if self.dtype == torch.float64 else self.dtype
+        different = 1 if "cache" in case.ways else min(case.calls, DISTINCT)
+        self.problems = [make_inputs(case, call, number) for call in range(different)]
+        known = "differ" not in case.ways and not case.mask.get("dropout")
         self.answers = [self.answer(inputs) for inputs in self.problems] if known else []
 
     def answer(self, inputs: Sequence[Tensor], keep: Tensor | None = None) -> dict[str, Any]:
-        """By tensor: (the exact one, the tolerance, that of fp32 if it is another, the scale)."""
-        # The exact result has fp64 itself: what a call in fp64 may err follows from the error of one in fp32.
-        ruler = torch.float32 if self.dtype == torch.float64 else self.dtype
-        exact, alone, answer = solve(self.case, inputs, keep=keep), solve(self.case, inputs, ruler, keep), {}
+        """By tensor: (the exact one, the tolerance of a call in the ruler's dtype, the scale of both)."""
+        exact, alone, answer = solve(self.case, inputs, keep=keep), solve(self.case, inputs, self.ruler, keep), {}
         for name, right in exact.items():
             scale = float(_finite(right).abs().max()) if right.numel() else 0.0
-            coarse = find_tolerance(alone[name], right, torch.float32 if name == "lse" else ruler, scale or 1.0)
-            ratio = 1.0 if name == "lse" else torch.finfo(self.dtype).eps / torch.finfo(ruler).eps
-            answer[name] = right, (coarse[0] * ratio, coarse[1] * ratio), coarse, scale or 1.0
+            kind = torch.float32 if name == "lse" else self.ruler
+            answer[name] = right, find_tolerance(alone[name], right, kind, scale or 1.0), scale or 1.0
         return answer
 
     def prepare_call(self) -> Callable[..., tuple[Any, Any]]:
@@ -371,11 +366,13 @@ class _Attempt:
         if "padding_mask" in case.needs:
             keywords["padding_mask"] = (~case.is_real(rows)).expand(case.batch, -1).to(self.device)
         if case.mask.get("sink_logits"):
-            keywords["sink_logits"] = make_sink_logits(case).to(self.device)
+            keywords["sink_logits"] = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(self.device)
         if "lse" in case.ways:
             keywords["return_lse"] = True
         if "bits" in case.ways and "same_bits" in accepts(self.target):
             keywords["same_bits"] = True
+        if "cache" in case.ways:
+            keywords["cache"] = self.cache
 
         def attend(*qkv: Tensor) -> tuple[Any, Any]:
             result = self.target(*qkv, group=self.group, **keywords)
@@ -387,91 +384,88 @@ class _Attempt:
             set_lock = getattr(vars(torch.hub)["tqdm"], "set_lock", None)
             if set_lock is not None:
                 set_lock(RLock())  # the default is a semaphore between processes, which would outlive this one
-            return torch.compile(attend, backend="aot_eager")
+            from torch._dynamo.backends.debugging import aot_eager  # by name, torch imports every backend there is
+
+            return torch.compile(attend, backend=aot_eager)
         if "checkpoint" in case.ways:
             return lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False)
         return attend
 
-    def compare(self) -> Verdict:
+    def run(self) -> Verdict:
         """Make all calls of the case; returns the worst verdict. No rank leaves early, as others would wait for it."""
-        case, call, verdicts, held = self.case, self.prepare_call(), list[Verdict](), 0
+        case, call, verdicts = self.case, self.prepare_call(), list[Verdict]()
+        trials = [self.attempt(call, turn) for turn in range(case.calls)]
         if "crossed" in case.ways:
-            begun = [self.forward(call, i) for i in range(case.calls)]
-            verdicts = [self.backward(*one) for one in begun]
-        else:
-            for i in range(case.calls):
-                verdicts.append(self.backward(*self.forward(call, i)))
-                held = _count_tensors() if i == WARM else held
-        kept = _count_tensors() - held if case.calls > WARM else 0
-        if case.calls > WARM and kept > (case.calls - WARM) / 2:
-            verdicts.append(Verdict("wrong", f"{case.calls - WARM} calls kept {kept} tensors alive", "memory"))
-        worst = choose(verdicts)
-        turns = [i for i, one in enumerate(verdicts[: case.calls], 1) if one is worst]
-        if worst.verdict != "wrong" or case.calls == 1 or not turns:
+            for trial in trials:
+                next(trial)
+        for turn, trial in enumerate(trials):
+            verdicts += [one for one in trial if one is not None]
+            if turn == WARM:
+                gc.freeze()  # what is alive now is not looked at
+        worst, more, kept = choose(verdicts), case.calls - WARM, 0
+        if more > 0:
+            gc.collect()
+            kept = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+            gc.unfreeze()
+        if kept > more / 2 > 0 and worst.verdict != "wrong":
+            return Verdict("wrong", f"{more} calls kept {kept} tensors alive", "memory")
+        if worst.verdict != "wrong" or case.calls == 1:
             return worst
-        return replace(worst, why=f"{worst.why}, in call {turns[0]} of {case.calls}")
+        return replace(worst, why=f"{worst.why}, in call {verdicts.index(worst) + 1} of {case.calls}")
 
-    def forward(
-        self, call: Callable[..., tuple[Any, Any]], turn: int
-    ) -> tuple[int, list[Tensor], list[Tensor], Any, Any]:
-        """Call the target; returns (which inputs, the tensors passed, copies of them, out, lse)."""
-        number, ways = turn % len(self.problems), self.case.ways
+    def attempt(self, call: Callable[..., tuple[Any, Any]], turn: int) -> Iterator[Verdict | None]:
+        """Call the target with the inputs of this turn; yields None, and after the backward the verdict."""
+        case, ways, grads_on = self.case, self.case.ways, "no_grad" not in self.case.ways
+        number, rows, key_rows = turn % len(self.problems), self.rows, self.key_rows
+        if "cache" in ways and turn:  # one token, the same on all ranks
+            rows = key_rows = torch.tensor([self.prompt + turn - 1], device="cpu")
         q, k, v, grad, grad_lse = self.problems[number]
-        made = [q[:, :, self.rows], *(x[:, :, self.key_rows] for x in (k, v)), grad[:, :, self.rows]]
-        passed = [x.to(self.given).to(self.device) for x in (*made, grad_lse[:, :, self.rows])]
+        made = [q[:, :, rows], *(x[:, :, key_rows] for x in (k, v)), grad[:, :, rows]]
+        passed = [x.to(self.given).to(self.device) for x in (*made, grad_lse[:, :, rows])]
         if "strided" in ways:
             passed = [torch.stack([x, x], -1)[..., 0] for x in passed]
         copies = [x.clone() for x in passed]
         for i, x in enumerate(passed[:3]):
-            x.requires_grad_("no_grad" not in ways and not ("no_dk" in ways and i == 1))
-        with torch.set_grad_enabled("no_grad" not in ways):
+            x.requires_grad_(grads_on and not ("no_dk" in ways and i == 1))
+        with torch.set_grad_enabled(grads_on):
             out, lse = call(*passed[:3])
-        if "differ" not in ways:
-            check_tensor("out", out, (*made[0].shape[:3], v.shape[3]), self.dtype)
-            if "lse" in ways:
-                check_tensor("lse", lse, out.shape[:3])
-        return number, passed, copies, out, lse
-
-    def backward(self, number: int, passed: list[Tensor], copies: list[Tensor], out: Tensor, lse: Any) -> Verdict:
-        """Compute the gradients, and compare everything."""
-        case, found = self.case, {"out": out.detach()}
-        if "differ" in case.ways:
-            return Verdict("wrong", "no rank raised an error, although rank 1 has another dtype", "out")
-        if "lse" in case.ways:
+        yield None
+        if "differ" in ways:
+            yield Verdict("wrong", "no rank raised an error, although rank 1 has another dtype", "out")
+            return
+        check_tensor("out", out, (*made[0].shape[:3], v.shape[3]), self.dtype)
+        found = {"out": out.detach()}
+        if "lse" in ways:
+            check_tensor("lse", lse, out.shape[:3])
             found["lse"] = lse.detach()
-        wanted = {f"d{name}": x for name, x in zip("qkv", passed[:3], strict=True) if x.requires_grad}
-        if wanted:
+        if wanted := {f"d{name}": x for name, x in zip("qkv", passed[:3], strict=True) if x.requires_grad}:
             ends = [out], [passed[3]]
-            if "dlse" in case.ways:
+            if "dlse" in ways:
                 if not lse.requires_grad:
-                    return Verdict("not offered", "its log-sum-exp has no gradient")
+                    yield Verdict("not offered", "its log-sum-exp has no gradient")
+                    return
                 ends = [out, lse], [passed[3], passed[4].to(lse.dtype)]
-            leaves = [*wanted.values()]
-            grads = torch.autograd.grad(ends[0], leaves, ends[1], retain_graph="twice" in case.ways)
-            if "twice" in case.ways:
-                grads = torch.autograd.grad(ends[0], leaves, ends[1])
+            for again in (True, False) if "twice" in ways else (False,):
+                grads = torch.autograd.grad(ends[0], [*wanted.values()], ends[1], retain_graph=again)
             found |= dict(zip(wanted, grads, strict=True))
         keep = self.find_dropped(out) if case.mask.get("dropout") else None
         answer = self.answers[number] if keep is None else self.answer(self.problems[number], keep)
         named = zip(("q", "k", "v", "the gradient of out"), passed, copies, strict=False)
         changed = [name for name, x, copy in named if not torch.equal(x, copy)]
         verdicts = [Verdict("wrong", f"{name} was changed by the call", name) for name in changed]
-        verdicts += [self.check(name, ours, answer[name]) for name, ours in found.items()]
-        return choose(verdicts)
+        for name, ours in found.items():
+            verdicts.append(self.check(name, ours, key_rows if name in ("dk", "dv") else rows, *answer[name]))
+        yield choose(verdicts)
 
-    def check(self, name: str, ours: Tensor, answer: tuple[Tensor, Any, Any, float]) -> Verdict:
+    def check(
+        self, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float], scale: float
+    ) -> Verdict:
         """The verdict on one tensor of this rank."""
-        exact, allowed, coarse, scale = answer
-        rows = self.key_rows if name in ("dk", "dv") else self.rows
         if name in ("out", "lse"):  # what rows of padding return does not matter, as their cotangent is 0
             real = self.case.is_real(rows)
             ours, rows = ours[:, :, real.to(ours.device)], rows[real]
-        verdict = check(name, ours, exact[:, :, rows], allowed, rows, scale)
-        if verdict.verdict == "wrong" and self.dtype == torch.float64:
-            in_fp32 = check(name, ours, exact[:, :, rows], coarse, rows, scale)
-            if in_fp32.verdict == "exact":
-                return replace(in_fp32, verdict="rounded", why=f"{name} is computed in fp32")
-        return verdict
+        ratio = 1.0 if name == "lse" else torch.finfo(self.dtype).eps / torch.finfo(self.ruler).eps
+        return check(name, ours, exact[:, :, rows], allowed, rows, scale, ratio)
 
     def find_dropped(self, out: Tensor) -> Tensor:
         """1 / (1 - p) for each weight that dropout kept, [B, H, N, N]: the outputs of all ranks show them."""
@@ -494,15 +488,16 @@ class _Attempt:
 
 
 class _BitsAttempt(_Attempt):
-    """Keeps the bytes of the results of all ranks, by name."""
+    """Keeps the results of all ranks, by name."""
 
-    def check(self, name: str, ours: Tensor, answer: tuple[Tensor, Any, Any, float]) -> Verdict:
-        rows = self.key_rows if name in ("dk", "dv") else self.rows
-        whole = torch.zeros(*ours.shape[:2], answer[0].shape[2], *ours.shape[3:], dtype=ours.dtype, device=ours.device)
+    def check(
+        self, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float], scale: float
+    ) -> Verdict:
+        whole = torch.zeros(*ours.shape[:2], exact.shape[2], *ours.shape[3:], dtype=ours.dtype, device=ours.device)
         whole[:, :, rows.to(ours.device)] = ours
         dist.all_reduce(whole.view(torch.uint8), group=self.group)
         vars(self).setdefault("bits", {})[name] = whole
-        return super().check(name, ours, answer)
+        return super().check(name, ours, rows, exact, allowed, scale)
 
 
 def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
@@ -510,73 +505,53 @@ def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) 
 
     Other bits are wrong if the target has an argument `same_bits`, which promises them; else the verdict is "rounded".
     """
-    trials, rank = list[_BitsAttempt](), dist.get_rank()
+    trials, rank = dict[int, _BitsAttempt](), dist.get_rank()
     for many in range(1, min(dist.get_world_size(), 4) + 1):
         group = dist.new_group([*range(many)])
         if rank < many:
-            trials.append(_BitsAttempt(target, case, device, group, rank, many))
-            trials[-1].solve(0)
+            trials[many] = _BitsAttempt(target, case, device, group, 0)
 
     def compare() -> Verdict:
         promised, verdicts = "same_bits" in accepts(target), [Verdict("exact", tolerance=1.0)]
-        try:
-            verdicts += [trial.compare() for trial in trials]
-        except ERRORS as error:
-            if promised:
-                raise
-            return Verdict("not offered", f"on {trials[len(verdicts) - 1].ranks} ranks: {first_words(error)}")
-        for trial in trials if rank == 0 else ():  # this rank alone is in all groups
-            for name, bits in vars(trial)["bits"].items():
-                if not torch.equal(bits.view(torch.uint8), vars(trials[0])["bits"][name].view(torch.uint8)):
-                    why = f"{name} has other bits on {trial.ranks} ranks than on one"
+        for many, trial in trials.items():
+            try:
+                verdicts.append(trial.run())
+            except ERRORS as error:
+                if promised:
+                    raise
+                return Verdict("not offered", f"on {many} ranks: {first_words(error)}")
+            for name, bits in vars(trial)["bits"].items() if rank == 0 else ():  # this rank alone is in all groups
+                if not torch.equal(bits.view(torch.uint8), vars(trials[1])["bits"][name].view(torch.uint8)):
+                    why = f"{name} has other bits on {many} ranks than on one"
                     verdicts.append(Verdict("wrong" if promised else "rounded", why, name))
         return choose(verdicts)
 
     return compare
 
 
-def _count_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
-
-
-def run_script(
-    load: Callable[[], Any], case: Case, ranks: int, backend: str, seconds: float = 600.0, prepare: Any = prepare
-) -> None:
+def run_script(prepare: Callable[..., Any], case: Case, ranks: int, backend: str, seconds: float = 600.0) -> None:
     """Try a case on new ranks, and end this process as `git bisect run` expects.
 
     The status is 0 if the case is right, 1 if it is wrong, crashes or has no result in so many seconds, and 125 if the
-    target cannot be imported, or refuses the case.
+    target cannot be imported, or refuses the case. `prepare` imports it, and returns what compares, for (case, device).
     """
     sys.path.insert(0, os.getcwd())
     sys.dont_write_bytecode = True  # the next commit may have the same time and size
-    try:
-        load()
-    except ImportError as error:
-        sys.stdout.write(f"{first_words(error)}\n")
-        sys.exit(125)
-    context: Any = multiprocessing.get_context("fork" if backend == "gloo" and hasattr(os, "fork") else "spawn")
+    how, end = "fork" if backend == "gloo" and hasattr(os, "fork") else "spawn", monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        given = (load, case, ranks, backend, f"file://{folder}/meeting", prepare)
-        processes = [context.Process(target=_try, args=(rank, *given)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        end = monotonic() + seconds
-        while monotonic() < end and any(one.is_alive() for one in processes):
-            sleep(0.05)
-            if any(one.exitcode for one in processes):  # the others may wait for it
-                end = min(end, monotonic() + 5)
-        codes = [one.exitcode for one in processes]
-        for rank, process in enumerate(processes):
-            if process.is_alive():
-                sys.stdout.write(f"rank {rank}: no result\n")
+        given = (prepare, case, ranks, backend, f"file://{folder}/meeting")
+        context: Any = start_processes(_try, given, ranks, join=False, start_method=how)
+        try:
+            while not context.join(1.0):
+                if monotonic() > end:
+                    raise ProcessExitedException("no result", 0, context.pids()[0], 1)
+        except ProcessExitedException as error:
+            for process in context.processes:
                 process.kill()
-            process.join()
-    told = [code for code in codes if code is not None] or [1]
-    sys.exit(1 if any(code not in (0, 125) for code in told) else max(told))
+            sys.exit(125 if error.exit_code == 125 else 1)
 
 
-def _try(rank: int, load: Callable[[], Any], case: Case, ranks: int, backend: str, meeting: str, prepare: Any) -> None:
+def _try(rank: int, prepare: Callable[..., Any], case: Case, ranks: int, backend: str, meeting: str) -> None:
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -585,9 +560,11 @@ def _try(rank: int, load: Callable[[], Any], case: Case, ranks: int, backend: st
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
-    verdict = judge(prepare(load(), case, device))
-    off = f", by {verdict.error:.1e}, allowed {verdict.tolerance:.1e}" if verdict.error else ""
-    sys.stdout.write(f"rank {rank}: {verdict.verdict} {verdict.why}{off}\n")
+    try:
+        verdict = judge(prepare(case, device))
+    except ImportError as error:
+        verdict = Verdict("refused", first_words(error))
+    sys.stdout.write(f"rank {rank}: {verdict.told}\n")
     sys.stdout.flush()
     # Gloo's threads may hold tensors while Python ends, which aborts.
     os._exit({"exact": 0, "rounded": 0, "refused": 125, "not offered": 125}.get(verdict.verdict, 1))

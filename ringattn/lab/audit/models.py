@@ -60,8 +60,8 @@ class Tested:
             dist.broadcast(held, 0)
             x.data.copy_(held)
 
-    def compute(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
-        """Logits and gradients, as fp64, of eager attention in one process, which runs each sequence alone."""
+    def forward(self, case: Case, dtype: torch.dtype) -> tuple[Any, Tensor]:
+        """A copy of the model, and its logits by eager attention in one process, which runs each sequence alone."""
         model = deepcopy(self.base).to(getattr(torch, case.dtype)).to(dtype)
         ids, options = make_batch(case, self.words)["input_ids"], {}
         if hasattr(model, "set_attn_implementation"):
@@ -71,7 +71,11 @@ class Tested:
             model.set_experts_implementation("eager")  # the default takes no fp64
         parts = [model(ids[:, a:b], **options) for a, b in find_spans(case)]
         logits = torch.cat([getattr(part, "logits", part) for part in parts], 1)
-        logits = torch.nn.functional.pad(logits, (0, 0, case.mask.get("left", 0), case.mask.get("padding", 0)))
+        return model, torch.nn.functional.pad(logits, (0, 0, case.mask.get("left", 0), case.mask.get("padding", 0)))
+
+    def compute(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
+        """Logits and gradients of one process, as fp64."""
+        model, logits = self.forward(case, dtype)
         loss = (logits * _cotangent(case, logits)).sum()
         grads = torch.autograd.grad(loss, [*_trained(model).values()], materialize_grads=True)
         return [x.detach().double() for x in (logits, *grads)]

@@ -5,9 +5,7 @@ Every pytest of an environment with this library loads this module, so that it i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,66 +30,50 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add a test for each feature, before -k takes some out."""
     if target := config.getoption("--ringattn-audit"):
-        items += Audit.from_parent(session, name=f"ringattn audit of {target}", nodeid=target).collect()
-
-
-class Audit(pytest.Collector):
-    """The features of a target; the first test starts the ranks, which try those that were chosen, in order."""
-
-    running: Iterator[Any] | None = None
-
-    def collect(self) -> Iterator[Feature]:
-        """A test for each feature."""
         from .run import choose_cases
 
-        self.target = self.config.getoption("--ringattn-audit")
-        self.ranks = self.config.getoption("--ringattn-audit-ranks")
-        for case in choose_cases(self.ranks, None):
-            yield Feature.from_parent(self, name=case.feature)
+        found = find(session)
+        for case in choose_cases(config.getoption("--ringattn-audit-ranks"), None):
+            place = f"{target}::{case.feature}"
+            items.append(Feature.from_parent(session, name=case.feature, nodeid=place, found=found))
 
-    def find(self, feature: str) -> Any:
-        """The finding about a feature."""
-        from .named import read_known
-        from .run import audit, choose_cases
 
-        if self.running is None:
-            self.known = read_known(self.config.getoption("--ringattn-audit-known"))
-            chosen = [one.name for one in self.session.items if isinstance(one, Feature)]
-            self.running = audit(self.target, self.ranks, choose_cases(self.ranks, chosen), 20.0)
-        return next((one for one in self.running if one.case.feature == feature), None)
+def find(session: pytest.Session) -> Iterator[Any]:
+    """Audit the features that were chosen, in order, from the first that is asked for."""
+    from .run import audit, choose_cases
+
+    target, ranks = map(session.config.getoption, ("--ringattn-audit", "--ringattn-audit-ranks"))
+    chosen = [one.name for one in session.items if isinstance(one, Feature)]
+    yield from audit(target, ranks, choose_cases(ranks, chosen), 20.0)
 
 
 class Feature(pytest.Item):
     """One feature: passes if exact, and is skipped if the target refuses it or does not offer it."""
 
-    parent: Audit
+    def __init__(self, found: Iterator[Any], **given: Any) -> None:
+        super().__init__(**given)
+        self.found = found
 
     def runtest(self) -> None:
         """Take the next finding of the audit."""
-        from .kit import FAILURES
+        from .named import read_known
 
-        one = self.parent.find(self.name)
+        one = next((one for one in self.found if one.case.feature == self.name), None)
         if one is None:
             pytest.skip("not tried: the audit ended early, as ranks do not answer")
-        verdict, known = one.verdict, self.name in self.parent.known
-        by = f", by {verdict.error:.0e}, allowed {verdict.tolerance:.0e}" if verdict.error else ""
-        told = f"{verdict.verdict}: {verdict.why}{by}"
-        self.add_report_section("call", "ringattn audit", f"{told} on rank {one.rank}\n{one.smallest}")
-        if verdict.verdict in ("refused", "not offered"):
+        known = self.name in read_known(self.config.getoption("--ringattn-audit-known"))
+        told = f"{one.verdict.told}, on rank {one.rank}"
+        self.add_report_section("call", "ringattn audit", f"{told}\n{one.smallest}")
+        if one.verdict.verdict in ("refused", "not offered"):
             pytest.skip(told)
-        if verdict.verdict not in FAILURES:
-            if known:
-                pytest.fail("a known failure that is right now: take it out of the file", pytrace=False)
-            return
-        if folder := self.config.getoption("--ringattn-audit-scripts"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"{self.name.replace(' ', '_').replace(os.sep, '_')}.py").write_text(one.script)
-        (pytest.xfail if known else pytest.fail)("\n".join([told, str(one.smallest), *one.stacks]))
+        if one.failed:
+            if folder := self.config.getoption("--ringattn-audit-scripts"):
+                one.save_script(folder, self.config.getoption("--ringattn-audit"), None)
+            words = "\n".join([told, str(one.smallest), *one.stacks])
+            pytest.xfail(words) if known else pytest.fail(words, pytrace=False)
+        if known:
+            pytest.fail("a known failure that is right now: take it out of the file", pytrace=False)
 
     def reportinfo(self) -> tuple[str, int | None, str]:
         """Where the test is, and its name."""
-        return self.parent.name, None, self.name
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The message of a failure, without a traceback through this file."""
-        return str(excinfo.value) if isinstance(excinfo.value, pytest.fail.Exception) else super().repr_failure(excinfo)
+        return f"ringattn audit of {self.config.getoption('--ringattn-audit')}", None, self.name

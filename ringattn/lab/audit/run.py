@@ -2,61 +2,120 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic, process_time, sleep, thread_time
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from msgspec import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
-from ...errors import CommFailure, InvalidInput, LaunchFailure, RingAttentionError
-from ...files import replacing
+from ...errors import InvalidInput, LaunchFailure, RingAttentionError
+from ...files import make_folder, replacing, write_text
 from ...text import did_you_mean
 from ...transport.launcher import progress_stream, run_local, terminable
-from ...transport.records import describe_error
+from . import kit, models
 from .cases import list_cases, list_model_cases, shrink
 from .kit import FAILURES, VERDICTS, Case, Verdict, accepts, judge, prepare
 from .models import Tested
-from .named import check_model, check_target, load_model, load_target
-from .script import write_script
+from .named import check, load_model, load_target, spell_target
 
 #: The exit status of a rank that waited in vain, and seconds in which rank 0 tells what the ranks found.
 STUCK, LINGER = 3, 2.0
 #: Seconds between two looks at a rank; it computes if it has used this part of them; and the most times the patience
 #: that a case takes by the clock.
 TICK, LEAST, SLOW = 0.25, 0.02, 10
-#: The innermost frames of a rank that a hang shows.
-DEPTH = 6
 TOO_SLOW = Verdict("too slow", f"no result after {SLOW} times the patience: a rank is stopped, or the machine too busy")
 #: Modules on the stack of a rank that imports or compiles.
 BUILDERS = ("importlib.", "torch._dynamo.convert_frame", "torch.utils.cpp_extension", "triton.compiler")
 
 
+#: A failing case as a script without this library.
+SCRIPT = """# {feature}, as ringattn audit found it. `python this.py` needs torch and the target alone. Its status
+# is 0 if the case is right, 1 if it is wrong, and 125 if the target cannot be imported or refuses it, so that
+# `git bisect run python this.py` finds the commit. The case itself is in the last line.
+{source}
+
+def load_and_prepare(case, device):
+    from {module} import {function} as target
+    {prepare}
+
+
+if __name__ == "__main__":
+    run_script(load_and_prepare, {case!r}, {ranks}, {backend!r})
+"""
+
+
 @dataclass(frozen=True)
 class Finding:
-    """The result of an audit for one feature: the worst verdict, its rank, and a script that shows a failure.
+    """What an audit found about one feature: the verdicts of all ranks on the smallest case that fails as `case` does.
 
-    `case` was tried; `smallest` is the smallest that fails in the same way. `stacks` has what each rank does in a hang.
+    The other way round: if nothing fails, `smallest` is the case that was tried.
     """
 
     case: Case
-    verdict: Verdict
     smallest: Case
-    rank: int = 0
-    script: str = ""
-    stacks: tuple[str, ...] = ()
+    verdicts: Sequence[Verdict]
+
+    @property
+    def rank(self) -> int:
+        """The rank whose verdict is the worst."""
+        # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
+        order = [(VERDICTS.index(one.verdict), one.tensor in ("out", "logits"), one.error) for one in self.verdicts]
+        return order.index(max(order))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict, which tells what other ranks raised."""
+        worst = self.verdicts[self.rank]
+        said = [f"rank {i}: {one.why}" for i, one in enumerate(self.verdicts) if one.verdict in ("refused", "crash")]
+        if worst.verdict == "hang" and said:
+            return replace(worst, why=f"{worst.why}, after {said[0]}")
+        if worst.verdict == "refused" and len(said) < len(self.verdicts):
+            return replace(worst, why=f"{worst.why} (on {len(said)} of {len(self.verdicts)} ranks only)")
+        return worst
+
+    @property
+    def failed(self) -> bool:
+        """Whether the audit fails."""
+        return self.verdict.verdict in FAILURES
+
+    @property
+    def stacks(self) -> list[str]:
+        """What each rank does in a hang."""
+        hangs = self.verdict.verdict == "hang"
+        return [f"rank {i}: {one.stack or one.verdict}" for i, one in enumerate(self.verdicts) if hangs]
+
+    def write_script(self, name: str, model: str | None, backend: str = "gloo") -> str:
+        """A script that tries the smallest case as the audit did: inputs, exact results, tolerances, and calls."""
+        module, function = spell_target(name, model)
+        source, prepared = inspect.getsource(kit), "return prepare(target, case, device)"
+        if model is not None:
+            source += re.sub(r"(?m)^from (__future__|\.kit) import .*\n", "", inspect.getsource(models))
+            _, imported, made = load_model(model)
+            prepared = f"{imported}\n    return Tested(lambda: {made}).prepare(target, case, device)"
+        return SCRIPT.format(
+            feature=self.case.feature, source=source, module=module, function=function, prepare=prepared,
+            case=self.smallest, ranks=len(self.verdicts), backend=backend,
+        )  # fmt: skip
+
+    def save_script(self, folder: str, *given: Any) -> None:
+        """Write the script to the folder, which is made, by the name of the feature. Raises InvalidInput."""
+        make_folder(Path(folder))
+        write_text(Path(folder, f"{self.case.feature.replace(' ', '_')}.py"), self.write_script(*given))
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
@@ -69,13 +128,6 @@ def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None =
     return [case for name, case in cases.items() if name in wanted]
 
 
-def check(target: str, ranks: int, cases: Sequence[Case], model: str | None = None) -> None:
-    """Raise InvalidInput for a function or a model that cannot be audited with these cases on any rank."""
-    check_target(target, load_target(target, model), cases, ranks)
-    if model is not None:
-        check_model(model, cases[0])
-
-
 def audit(
     target: str, ranks: int, cases: Sequence[Case], patience: float, model: str | None = None
 ) -> Iterator[Finding]:
@@ -85,164 +137,131 @@ def audit(
     while it waits, none while it imports or compiles. The remaining cases then run on new ranks, unless two in a row
     hang, or one is too slow to tell. If interrupted, yields the findings so far, and then raises the interruption.
     """
-    check(target, ranks, cases, model)
+    cases = check(target, ranks, cases, model)
     with tempfile.TemporaryDirectory() as folder:
         path, told = Path(folder, "findings"), list[str]()
         while cases and told[-2:] != ["hang"] * 2 and told[-1:] != ["too slow"]:
-            path.write_bytes(msgpack.encode(({}, "")))
+            save(path, [], "")
             limit, failure = len(cases) * SLOW * patience + 600.0, None
             compiles = any("compile" in case.ways for case in cases)
-            warm = [__name__, "torch._dynamo" if compiles else "torch.fx.experimental.symbolic_shapes"]
+            needed = "torch._dynamo.backends.debugging" if compiles else "torch.fx.experimental.symbolic_shapes"
+            given = (target, cases, patience, model, partial(save, path))
             try:
-                run_local(work, ranks, target, cases, patience, model, None, path, timeout=limit, threads=1, warm=warm)
+                run_local(work, ranks, *given, timeout=limit, threads=1, warm=[__name__, needed])
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
             found, begun = read(path)
-            yield from found.values()
+            yield from found
             if failure is None:
                 return
             if not begun or not isinstance(failure, LaunchFailure) or failure.status is None:
                 raise failure
             last = [case.feature for case in cases].index(begun)
-            if begun not in found:
+            if begun not in [one.case.feature for one in found]:
                 first, *more = str(failure).splitlines()
                 words = first.partition("; its last output")[0]
                 if more and (failure.status or 0) > 0:
                     words += f": {more[-1].strip()}"
-                case = _in_dtype(cases[last], load_target(target, model))
-                source = load_model(model)[1:] if model else None
-                script = write_script(load_target(target, model), target, case, ranks, "gloo", source)
-                found[begun] = Finding(case, Verdict("crash", words), case, script=script)
-                yield found[begun]
-            told += [one.verdict.verdict for one in found.values() if one.verdict.verdict != "not offered"]
+                found.append(Finding(cases[last], cases[last], [Verdict("crash", words)] * ranks))
+                yield found[-1]
+            told += [one.verdict.verdict for one in found if one.verdict.verdict != "not offered"]
             cases = cases[last + 1 :]
 
 
-def read(path: Path) -> tuple[dict[str, Finding], str]:
-    """Read the file that rank 0 writes: (findings by feature, the feature that was begun last)."""
-    return msgpack.decode(path.read_bytes(), type=tuple[dict[str, Finding], str])
+def save(path: Path, findings: list[Finding], begun: str | None) -> None:
+    """Write the findings, and the feature that was begun last, to a file; nothing at the end."""
+    if begun is not None:
+        with replacing(path) as new:
+            new.write_bytes(msgpack.encode((findings, begun)))
+
+
+def read(path: Path) -> tuple[list[Finding], str]:
+    """Read the file that `save` writes."""
+    return msgpack.decode(path.read_bytes(), type=tuple[list[Finding], str])
 
 
 class _Rank:
-    """A rank that tries cases, and agrees with the others on each; rank 0 keeps the findings, by feature.
+    """A rank that tries cases, and agrees with the others on each; rank 0 keeps the findings, by feature."""
 
-    The ranks leave this context together: rank 0 has the store, and tells the others if it fails.
-    """
-
-    def __init__(
-        self, rank: int, name: str, patience: float, model: str | None,
-        report: Callable[[list[Finding]], None] | None, path: Path | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int, name: str, patience: float, model: str | None, report: Callable[..., None]) -> None:
         self.rank, self.ranks, self.patience = rank, dist.get_world_size(), patience
-        self.name, self.target, self.report, self.path = name, load_target(name, model), report, path
+        self.target, self.on_report = load_target(name, model), report
         self.findings: dict[str, Finding] = {}
         on_gpu = dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+        device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
         store: Any = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]  # the target waits on its own
         turn = store.add(f"ringattn/audit/{rank}", 1)  # the store keeps what earlier audits wrote
         self.store: Any = PrefixStore(f"ringattn/audit/{turn}", store)
-        self.source, self.prepare = None, partial(prepare, self.target, device=self.device)
-        if model is not None:
-            make, *source = load_model(model)
-            self.source = source[0], source[1]
-            self.prepare = partial(Tested(make).prepare, self.target, device=self.device)
+        tested = prepare if model is None else Tested(load_model(model)[0]).prepare
+        self.prepare, self.is_model = partial(tested, self.target, device=device), model is not None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.rank == 0 and (error is None or isinstance(error, Exception)):  # not if interrupted
-            self.store.set(*(("end/0", "") if error is None else ("failure", describe_error(error))))
-            self.wait([f"end/{rank}" for rank in range(1, self.ranks)], 2 * self.patience)
-        elif error is None:
-            self.wait(["end/0"], inf)
-            self.store.set(f"end/{self.rank}", "")
-
-    def write(self, begun: str) -> None:
-        """Write the findings, and the feature that was begun last, to the file at `path`."""
-        if self.rank == 0 and self.path is not None:
-            with replacing(self.path) as path:
-                path.write_bytes(msgpack.encode((self.findings, begun)))
-
-    def tell(self, case: Case, verdicts: Sequence[Verdict], smaller: Case | None = None) -> None:
-        """On rank 0, turn the verdicts of all ranks on a case into its Finding.
-
-        `smaller` is the smallest case that is also wrong.
-        """
-        if self.rank:
-            return
-        # A wrong output tells more about a fault than the gradients that it makes wrong on other ranks.
-        order = [(VERDICTS.index(one.verdict), one.tensor in ("out", "logits"), one.error) for one in verdicts]
-        rank = max(range(self.ranks), key=order.__getitem__)
-        worst, smallest, script, stacks = verdicts[rank], smaller or case, "", tuple[str, ...]()
-        said = [f"rank {i}: {one.why}" for i, one in enumerate(verdicts) if one.verdict in ("refused", "crash")]
-        if worst.verdict == "hang":
-            stacks = tuple(f"rank {i}: {one.stack or one.verdict}" for i, one in enumerate(verdicts))
-            worst = replace(worst, why=f"{worst.why}, after {said[0]}" if said else worst.why, stack="")
-        elif worst.verdict == "refused" and len(said) < self.ranks:
-            worst = replace(worst, why=f"{worst.why} (on {len(said)} of {self.ranks} ranks only)")
-        if worst.verdict in FAILURES:
-            script = write_script(self.target, self.name, smallest, self.ranks, dist.get_backend(), self.source)
-        self.findings[case.feature] = Finding(case, worst, smallest, rank, script, stacks)
-        self.write(case.feature)
+    def report(self, begun: str | None, found: Finding | None = None) -> None:
+        """On rank 0, report the findings, and the feature that was begun last, or None at the end."""
+        if found is not None:
+            self.findings[found.case.feature] = found
+        if self.rank == 0:
+            self.on_report([*self.findings.values()], begun)
 
     def agree(self, case: Case, number: str) -> list[Verdict]:
         """Run a case on this rank; returns the verdicts of all ranks on it.
 
-        Ranks exchange verdicts through the store, under the key `number`.
+        Each rank tells them through the store, under the key `number`: as long as it has no result, that it hangs, and
+        the seconds that it has had.
         """
         call = self.prepare(case)
-        self.store.set(f"{number}/spent/{self.rank}", "0")
-        self.wait([f"{number}/spent/{rank}" for rank in range(self.ranks)], inf)
-        done = threading.Event()
-        watcher = threading.Thread(target=self.watch, args=(case, number, done, threading.get_ident()), daemon=True)
+        self.store.set(f"{number}/{self.rank}", msgpack.encode(Verdict("hang")))
+        self.wait([f"{number}/{rank}" for rank in range(self.ranks)], inf)
+        done, look = threading.Event(), partial(self.look, case, number, monotonic() + SLOW * self.patience)
+        watcher = threading.Thread(target=self.watch, args=(number, look, done, threading.get_ident()), daemon=True)
         watcher.start()
+        mine = Verdict("crash", "an error that ends this rank")
         try:
             with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
                 mine = judge(call)
         finally:
             done.set()
             watcher.join()
-            self.store.set(f"{number}/spent/{self.rank}", "inf")
-        self.store.set(f"{number}/verdict/{self.rank}", msgpack.encode(mine))
-        verdicts = self._collect(number, SLOW * self.patience, TOO_SLOW)
-        for one in verdicts:
-            if one.verdict in ("hang", "too slow"):
-                self.give_up(case, number, one, known=True)
+            self.store.set(f"{number}/{self.rank}", msgpack.encode(mine))
+        while (verdicts := look()) is None:
+            sleep(0.005)
         return verdicts
 
-    def watch(self, case: Case, number: str, done: threading.Event, caller: int) -> None:
-        """Tell all ranks the seconds that this one has had, see `audit`, until it is done; infinity means a result."""
-        spent, begun, now, used = 0.0, monotonic(), monotonic(), process_time()
+    def watch(self, number: str, look: Callable[[], Any], done: threading.Event, caller: int) -> None:
+        """Tell all ranks the seconds that this one has had, see `audit`, until it is done."""
+        spent, now, used = 0.0, monotonic(), process_time()
         while not done.wait(TICK):
             before, now, earlier, used = now, monotonic(), used, process_time() - thread_time()
-            stack = traceback.walk_stack(sys._current_frames()[caller])
-            if not any(frame.f_globals.get("__name__", "").startswith(BUILDERS) for frame, _ in stack):
+            frame = sys._current_frames()[caller]
+            names = [one.f_globals.get("__name__", "") for one, _ in traceback.walk_stack(frame)]
+            if not any(name.startswith(BUILDERS) for name in names):
                 # A thread that wakes up late has no free core: that its rank computes nothing does not show a wait.
                 waits = used - earlier < LEAST * TICK and now - before < 2 * TICK
                 spent += TICK if waits else used - earlier
-            self.store.set(f"{number}/spent/{self.rank}", str(spent))
-            if min(float(self.store.get(f"{number}/spent/{rank}")) for rank in range(self.ranks)) >= self.patience:
-                why = f"no result after {self.patience:g} s in which ranks waited or computed"
-                frames = traceback.format_stack(sys._current_frames()[caller], DEPTH)
-                self.give_up(case, number, Verdict("hang", why, stack="".join(frames)))
-            if now - begun > SLOW * self.patience:
-                self.give_up(case, number, TOO_SLOW)
+            why = f"no result after {self.patience:g} s in which ranks waited or computed"
+            stack = "".join(traceback.format_stack(frame, 6)) if spent >= self.patience else ""
+            self.store.set(f"{number}/{self.rank}", msgpack.encode(Verdict("hang", why, seconds=spent, stack=stack)))
+            look()
 
-    def give_up(self, case: Case, number: str, stuck: Verdict, *, known: bool = False) -> None:
-        """End this process, as ranks have no result: `stuck` is their verdict, and this one's unless it is known."""
-        if not known:
-            self.store.set(f"{number}/verdict/{self.rank}", msgpack.encode(stuck))
-        if self.rank:
-            self.store.set(f"end/{self.rank}", "")  # rank 0 may wait for it, if an error ends it
+    def look(self, case: Case, number: str, end: float) -> list[Verdict] | None:
+        """The verdicts of all ranks; None if some have no result yet. If these will have none, ends this process."""
+        verdicts = [msgpack.decode(self.store.get(f"{number}/{i}"), type=Verdict) for i in range(self.ranks)]
+        waiting = [one.seconds for one in verdicts if one.verdict == "hang"]
+        if not waiting:
+            return verdicts
+        if min(waiting) >= self.patience:
+            self.give_up(case, number, verdicts)
+        if monotonic() > end:
+            self.give_up(case, number, [TOO_SLOW if one.verdict == "hang" else one for one in verdicts])
+        return None
+
+    def give_up(self, case: Case, number: str, verdicts: Sequence[Verdict]) -> None:
+        """End this process, as ranks will have no result."""
         try:
-            if self.rank == 0 and "." not in number:  # a smaller case that hangs is no case that is wrong
-                self.tell(case, self._collect(number, LINGER / 2, stuck))
-            if self.rank == 0 and self.report is not None:
-                sys.stdout = sys.__stdout__
-                self.report([*self.findings.values()])
-            if self.rank or self.report is not None:
-                sleep(LINGER)  # a launcher ends all ranks with the first
+            sys.stdout = sys.__stdout__
+            if "." not in number:  # a smaller case that hangs is no case that is wrong
+                self.report(case.feature, Finding(case, case, verdicts))
+            self.report(None)
+            sleep(LINGER)  # a launcher ends all ranks with the first
         except RingAttentionError as error:
             sys.stderr.write(f"ringattn: {error}\n")
         finally:
@@ -252,70 +271,54 @@ class _Rank:
             os._exit(STUCK)
 
     def wait(self, keys: list[str], seconds: float) -> None:
-        """Wait up to `seconds` until the store has all `keys`. Unlike store.wait, this lets signals interrupt.
-
-        Raises CommFailure if rank 0 has failed.
-        """
+        """Wait up to `seconds` until the store has all `keys`. Unlike store.wait, this lets signals interrupt."""
         end = monotonic() + seconds
         while not self.store.check(keys) and monotonic() < end:
-            if self.rank and self.store.check(["failure"]):
-                self.store.set(f"end/{self.rank}", "")
-                raise CommFailure(f"rank 0 ended the audit: {self.store.get('failure').decode()}")
             sleep(0.005)
-
-    def _collect(self, number: str, seconds: float, missing: Verdict) -> list[Verdict]:
-        keys = [f"{number}/verdict/{rank}" for rank in range(self.ranks)]
-        self.wait(keys, seconds)
-        raw = [self.store.get(key) if self.store.check([key]) else msgpack.encode(missing) for key in keys]
-        return [msgpack.decode(one, type=Verdict) for one in raw]
 
     def try_case(self, case: Case, number: int) -> None:
         """Try a case, and smaller ones if it is wrong. Collective."""
-        case = _in_dtype(case, self.target)
-        self.write(case.feature)
+        self.report(case.feature)
         if self.rank == 0:
             progress_stream().write(f"audit: {case.feature}\n")
-        lacks = set() if self.source else case.needs - accepts(self.target)
+        takes = accepts(self.target)
+        lacks = [] if self.is_model else [f"no argument {name}" for name in case.needs - takes.keys()]
+        lacks += [f"always {name}" for name in ("causal", "decay") if takes.get(name) and name not in case.needs]
         if lacks:
-            return self.tell(case, [Verdict("not offered", f"no argument {', '.join(sorted(lacks))}")] * self.ranks)
-        verdicts, smaller, turn = self.agree(case, str(number)), None, 0
-        self.tell(case, verdicts)
-        wrong = _find_wrong(verdicts)
+            missing = Verdict("not offered", ", ".join(sorted(lacks)))
+            return self.report(case.feature, Finding(case, case, [missing] * self.ranks))
+        finding, turn = Finding(case, case, self.agree(case, str(number))), 0
+        self.report(case.feature, finding)
+        wrong = _find_wrong(finding.verdicts)
         tried = shrink(case, self.ranks) if wrong else iter(())
-        while (candidate := next(tried, None)) is not None:
+        while (smaller := next(tried, None)) is not None:
             turn += 1
-            found = self.agree(candidate, f"{number}.{turn}")
+            found = self.agree(smaller, f"{number}.{turn}")
             if _find_wrong(found) == wrong:  # else it fails in another way
-                verdicts, smaller, tried = found, candidate, shrink(candidate, self.ranks)
-        if smaller is not None:
-            self.tell(case, verdicts, smaller)
+                finding, tried = Finding(case, smaller, found), shrink(smaller, self.ranks)
+        self.report(case.feature, finding)
 
 
 def work(
-    rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None = None,
-    report: Callable[[list[Finding]], None] | None = None, path: Path | None = None,
-) -> None:  # fmt: skip
+    rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None, report: Callable[..., None]
+) -> None:
     """Run the cases of an audit on this rank. Collective.
 
-    Rank 0 writes the findings to the file at `path`, see `read`, or calls `report` with them at the end, even if ranks
-    hang or end early. Raises CommFailure on the other ranks if rank 0 fails, for example because its report does.
+    Rank 0 calls `report` whenever it begins a feature or has a finding, and at the end, even if ranks hang or end
+    early.
     """
-    with _Rank(rank, name, patience, model, report, path) as one:
-        try:
-            with nullcontext() if report is None else terminable():
-                for number, case in enumerate(cases):
-                    one.try_case(case, number)
-        finally:
-            if rank == 0 and report is not None:
-                report([*one.findings.values()])
+    one = _Rank(rank, name, patience, model, report)
+    try:
+        with terminable():
+            for number, case in enumerate(cases):
+                one.try_case(case, number)
+    finally:
+        one.report(None)
+    one.store.set(f"end/{rank}", "")  # ranks leave together, as one may have the store
+    one.wait([f"end/{i}" for i in range(one.ranks)], 2 * patience)
 
 
 def _find_wrong(verdicts: Sequence[Verdict]) -> str:
     """The first tensor that is wrong on a rank: out, or the first gradient; "" if none is."""
     names = {one.tensor for one in verdicts if one.verdict == "wrong"}
     return next((name for name in ("out", "logits", "dq", "dk", "dv", *sorted(names)) if name in names), "")
-
-
-def _in_dtype(case: Case, target: Callable[..., Any]) -> Case:
-    """The case in the dtype that the audited function takes, unless it is about another."""
-    return replace(case, dtype=getattr(target, "dtype", case.dtype)) if case.dtype == "float32" else case

@@ -6,24 +6,24 @@ import os
 import socket
 import sys
 from dataclasses import asdict, replace
-from math import inf
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ... import __version__
 from ...cli.ranks import check_mpi_size
 from ...errors import InvalidInput
-from ...files import STDOUT, check_json, write_json, write_text
+from ...files import STDOUT, check_json, write_json
 from ...simulator.reporting.console import get_console, print_paragraph
 from ...text import plural
 from ...transport.launcher import Launch, detect, init_process_group
 from ...transport.mpi import Mpi
 from ...transport.records import exchange_values
-from ..audit.kit import FAILURES, Case
-from ..audit.named import read_known
-from ..audit.run import Finding, audit, check, choose_cases, work
+from ..audit.kit import Case
+from ..audit.named import check, read_known
+from ..audit.run import Finding, audit, choose_cases, work
 from .settings import AuditConfig
 
 #: The version of the JSON record. 2: the case that was tried beside the smallest, and stacks.
@@ -33,7 +33,7 @@ FORMAT = 2
 def main(config: AuditConfig) -> None:
     """Run an audit and print a verdict for each feature; exit with status 1 if one is wrong or hangs.
 
-    Also writes the verdicts as JSON, and as a page, if these outputs are set.
+    Also writes the verdicts as JSON, and scripts of the failures, if these outputs are set.
     """
     config.check()
     check_json(config.output.path)
@@ -42,17 +42,14 @@ def main(config: AuditConfig) -> None:
     ranks = chosen if launch.kind == "none" else launch.world
     if ranks < 2:
         raise InvalidInput(f"ranks={ranks}: one rank sends nothing; try 2 ranks")
-    model = config.model.spec or config.model.path
-    cases = choose_cases(ranks, config.features, model)
-
-    known = read_known(config.known)
+    model = config.model.spec
+    cases, known, news = choose_cases(ranks, config.features, model), read_known(config.known), set[str]()
     findings: list[Finding] = []
 
-    def report(found: list[Finding]) -> None:
-        findings[:] = found
-        _report(config, model, ranks, found)
-        _tell(config.known, known, cases, found)
-        sys.stdout.flush()
+    def report(found: list[Finding], begun: str | None = None) -> None:
+        if begun is None:
+            _report(config, model, ranks, found)
+            news.update(_tell(config.known, known, cases, found))
 
     if launch.kind == "none":
         try:
@@ -61,30 +58,64 @@ def main(config: AuditConfig) -> None:
             if findings:
                 report(findings)
     else:
-        check(config.target, ranks, cases, model)
+        cases = check(config.target, ranks, cases, model)
         _join(launch, 60 * config.patience)
         work(launch.rank, config.target, cases, config.patience, model, report)
-    failed = {one.case.feature for one in findings if one.verdict.verdict in FAILURES}
-    if failed - known or find_mended(findings, known):
+    if news:
         sys.exit(1)
 
 
-def _tell(path: str | None, known: set[str], cases: list[Case], found: list[Finding]) -> None:
-    """Show on standard error where ranks hang, what is mended, and what was not tried."""
+def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:
+    """Print the findings, and write them to files."""
+    given = (config.target, model, dist.get_backend() if dist.is_initialized() else "gloo")
+    if config.output.path is not None:
+        record = {
+            "format": FORMAT,
+            "target": config.target,
+            "model": model,
+            "ranks": ranks,
+            "versions": {"torch": torch.__version__, "ringattn": __version__},
+            "features": [_record(one, *given) for one in findings],
+        }
+        write_json(config.output.path, record)
+    for one in findings:
+        if one.failed and config.output.scripts is not None:
+            one.save_script(config.output.scripts, *given)
+    if config.output.path == STDOUT:
+        return
+    audited = config.target if model is None else f"{model} by {config.target}"
+    print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
+    for one in findings:
+        verdict, _, why = one.verdict.told.partition(": ")
+        where = f"rank {one.rank}: " if verdict == "wrong" else ""
+        lines = [f"{one.case.feature:<24} {verdict:<11} {where}{why}".rstrip()]
+        for line in lines + [f"  smallest: {one.smallest}"] * one.failed:
+            get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _record(one: Finding, *given: Any) -> dict[str, Any]:
+    found = {name: asdict(getattr(one, name)) for name in ("case", "smallest", "verdict")}
+    script = one.write_script(*given) if one.failed else ""
+    return {"feature": one.case.feature, **found, "rank": one.rank, "stacks": one.stacks, "script": script}
+
+
+def _tell(path: str | None, known: set[str], cases: list[Case], found: list[Finding]) -> set[str]:
+    """Show on standard error where ranks hang, what is mended, and what was not tried.
+
+    Returns the features that fail, other than the known ones, and the known ones that are right.
+    """
     for one in found:
         for stack in one.stacks:
             sys.stderr.write(f"{one.case.feature}: {stack}\n")
-    for name in find_mended(found, known):
+    mended = known & {one.case.feature for one in found if one.verdict.verdict == "exact"}
+    for name in sorted(mended):
         sys.stderr.write(f"ringattn: {name} is a known failure in {path}, but is right now; take it out\n")
     if left := [case.feature for case in cases[len(found) :]]:
         why = {"hang": ": the target does not answer", "too slow": ": try a machine that is less busy"}
         said = why.get(found[-1].verdict.verdict, "") if found else ""
         sys.stderr.write(f"ringattn: the audit ended early{said}; not tried: {', '.join(left)}\n")
-
-
-def find_mended(findings: list[Finding], known: set[str]) -> list[str]:
-    """The known failures that are right now."""
-    return [one.case.feature for one in findings if one.case.feature in known and one.verdict.verdict == "exact"]
+    return mended | ({one.case.feature for one in found if one.failed} - known)
 
 
 def _join(launch: Launch, timeout: float) -> None:
@@ -101,57 +132,3 @@ def _join(launch: Launch, timeout: float) -> None:
         store = TCPStore(host, port, None, not world.rank, wait_for_workers=False, master_listen_fd=listening)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     init_process_group(replace(launch, kind="torchrun"), backend=backend, timeout=timeout, store=store)
-
-
-def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:
-    audited = config.target if model is None else f"{model} by {config.target}"
-    if config.output.path is not None:
-        record = {
-            "format": FORMAT,
-            "target": config.target,
-            "model": model,
-            "ranks": ranks,
-            "versions": {"torch": torch.__version__, "ringattn": __version__},
-            "features": [{**asdict(one), "feature": one.case.feature} for one in findings],
-        }
-        write_json(config.output.path, record)
-    if config.output.page is not None:
-        write_text(Path(config.output.page), _page(audited, ranks, findings))
-    first = next((one for one in findings if one.script), None)
-    if config.output.script is not None and first is not None:
-        write_text(Path(config.output.script), first.script)
-    if config.output.path == STDOUT:
-        return
-    print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
-    for one in findings:
-        line = f"{one.case.feature:<24} {one.verdict.verdict:<11} {_explain(one)}".rstrip()
-        get_console().print(line, markup=False, highlight=False, soft_wrap=True)
-    if first is not None:
-        print_paragraph(f"the smallest failing case of {first.case.feature!r}; output.script= writes a script:")
-        get_console().print(str(first.smallest), markup=False, highlight=False, soft_wrap=True)
-
-
-def _explain(one: Finding) -> str:
-    verdict = one.verdict
-    if verdict.verdict == "exact":
-        return f"within {verdict.error:.0e} (allowed {verdict.tolerance:.0e})"
-    if verdict.verdict == "wrong":
-        by = "" if not verdict.error else f", by {verdict.error:.0e} of the largest entry"
-        return f"rank {one.rank}: {verdict.why}{', not finite' if verdict.error == inf else by}"
-    return verdict.why
-
-
-def _page(target: str, ranks: int, findings: list[Finding]) -> str:
-    """The findings as Markdown."""
-    lines = [
-        f"# Audit of {target} on {plural(ranks, 'rank')}\n",
-        f"Written by `ringattn audit` {__version__} with torch {torch.__version__}.\n",
-        "| feature | verdict | why |",
-        "|---|---|---|",
-        *(f"| {one.case.feature} | {one.verdict.verdict} | {_explain(one).replace('|', '/')} |" for one in findings),
-    ]
-    for one in findings:
-        if one.script:
-            lines += [f"\n## {one.case.feature}\n", "```python", str(one.smallest), "```"]
-            lines += ["\n```", *one.stacks, "```"] if one.stacks else []
-    return "\n".join(lines) + "\n"

@@ -20,7 +20,7 @@ from ...cli.config.groups import (
 )
 from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput
-from ...files import check_writable
+from ...files import make_folder
 from ...machine.machine import MACHINE_NUMBERS
 from ..models.parallel import Software
 
@@ -62,10 +62,10 @@ class AdviseConfig:
 
 
 @settings_of("audit", "output")
-class AuditOutputGroup(AdviseOutputGroup):
-    """What `ringattn audit` writes: a JSON file, a Markdown page, and the script of the first failure."""
+class AuditOutputGroup(OutputGroup):
+    """What `ringattn audit` writes: a JSON file, and the scripts of failures in a folder."""
 
-    script: str | None
+    scripts: str | None
 
 
 @settings_of("audit")
@@ -81,15 +81,13 @@ class AuditConfig:
     output: AuditOutputGroup
 
     def check(self) -> None:
-        """Raise InvalidInput for a patience that is no time, two models, or a file that cannot be written."""
+        """Raise InvalidInput for a patience that is no time, a file of a model, or a folder that cannot be written."""
         if not 0 < self.patience < inf:
             raise InvalidInput(f"patience={self.patience}: must be a number of seconds > 0")
-        if self.model.spec is not None and self.model.path is not None:
-            one, other = self.model.path, self.model.spec
-            raise InvalidInput(f"model.path={one} has no meaning with model={other}; leave out one")
-        for path in (self.output.page, self.output.script):
-            if path is not None:
-                check_writable(Path(path))
+        if self.model.path is not None:
+            raise InvalidInput(f"model.path={self.model.path}: try model=module:function, which makes the model")
+        if self.output.scripts is not None:
+            make_folder(Path(self.output.scripts))
 
 
 @settings_of("report")

@@ -49,12 +49,12 @@ def test_a_bisect_finds_the_planted_commit(tmp_path: Path) -> None:
         (tmp_path / "bisected_ring.py").write_text(RING.format(scale=scale))
         git("add", "bisected_ring.py")
         git("commit", "-q", "-m", f"commit {number}")
-    words = ("bisected_ring:attend", "ranks=2", "features=[no gradients]", "output.path=-", "output.script=found.py")
+    words = ("bisected_ring:attend", "ranks=2", "features=[no gradients]", "output.path=-", "output.scripts=.")
     told = ringattn("audit", *words, cwd=tmp_path, status=1)
     (feature,) = json.loads(told.stdout)["features"]
-    assert feature["verdict"]["tensor"] == "out" and "import ringattn" not in (tmp_path / "found.py").read_text()
+    assert feature["verdict"]["tensor"] == "out" and "import ringattn" not in (tmp_path / "no_gradients.py").read_text()
     git("bisect", "start", "HEAD", "HEAD~5")
-    said = git("bisect", "run", sys.executable, "found.py")
+    said = git("bisect", "run", sys.executable, "no_gradients.py")
     assert re.search(r"is the first bad commit[^$]*commit 3\n", said), said
 
 
