@@ -56,6 +56,7 @@ from .batches import (
     read_borders,
     shard_batch,
 )
+from .choices import take_indexers
 from .encoder_decoder import CROSS, attend_across
 from .generation import CACHES, STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
@@ -254,6 +255,7 @@ def parallelize(
             model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
             model.base_model.register_forward_hook(leave_base)
     take_latents(model)
+    take_indexers(model)
     for module in model.modules():
         setattr(module, STATE, ring)
     _copy_config(wrapper, model.config)
@@ -348,8 +350,9 @@ def _attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     query = scale_by_position(module, query)
     name, window, mask, chunked = type(module).__name__, sliding_window, attention_mask, False
+    chosen = None if indices is None else indices.unsqueeze(1)
     if not hasattr(module, "indexer"):
-        others["indices"], indices = indices, None
+        others, chosen = {**others, "indices": indices}, None
     given = (word for word, x in others.items() if x is not None and x is not False)
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
@@ -373,9 +376,8 @@ def _attend(
             words = unknown or ("attention to later tokens" if not causal else "dropout of attention weights")
             raise Unsupported(f"generate: {name} has {words}; call model.eval() or unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
-        out = generation.attend(module, window, query, key, value, s_aux, options)
+        out = generation.attend(module, window, query, key, value, s_aux, chosen, options)
     else:
-        chosen = None if indices is None else indices.unsqueeze(1)
         out = _attend_ring(
             ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, chosen, unknown, window, causal,
             getattr(module, CROSS, False), chunked, scale=scaling, softcap=softcap, dropout=dropout,
