@@ -7,6 +7,7 @@ rows of a rank as in one process, but gets what indexers know of the tokens of a
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from types import MethodType
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from ..call.functional import get_transport
 from ..inference.choice import Chooser, split_rows
 from ..transport.records import exchange_values
 from .batches import cut_batch, read_borders
-from .generation import STATE
+from .generation import ROWS, STATE
 from .ranks import GatherRows
 
 #: The attribute of an indexer with the document borders and the mask of its layer's call.
@@ -29,7 +30,7 @@ GIVEN = "_ringattn_given"
 BLOCKS = {"hidden_states", "position_embeddings", "position_ids", "cache"}
 INDEXER = BLOCKS | {"attention_mask"}
 #: The kinds of layers that choose keys, in the words of configs.
-INDEXED = {"indexed_attention"}
+INDEXED = {"indexed_attention", "minimax_m3_sparse"}
 
 
 def choosing_layers(model: nn.Module) -> list[Any]:
@@ -43,7 +44,7 @@ def _runner(layer: Any) -> Any:
     named, indexer = inspect.signature(type(layer.indexer).forward).parameters.keys(), layer.indexer
     if hasattr(type(layer), "expand_kv") and named >= INDEXER and not hasattr(indexer, "index_kpool"):
         return _choose
-    return None
+    return _choose_blocks if named - {"self"} == BLOCKS and hasattr(indexer, "topk_blocks") else None
 
 
 def take_indexers(model: nn.Module) -> None:
@@ -67,6 +68,13 @@ class _Keys:
     def update_indexer(self, new: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.new = new
         return new[..., :1, :] if self.whole is None else self.whole
+
+    # An indexer of blocks asks the layer's part of the cache.
+    update_index = update_indexer
+    layers = property(lambda self: self)
+
+    def __getitem__(self, layer: int) -> _Keys:
+        return self
 
 
 class _Scores(TorchFunctionMode):
@@ -145,3 +153,51 @@ def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Tensor:
     every, real, held = torch.arange(keys.shape[1], device=device), real[:, None], _Keys(keys)
     parts = split_rows(rows, 4 * batch * indexer.n_heads * keys.shape[1])
     return torch.cat([run(x, (every >= low[:, x]) & (every <= high[:, x]) & real, held) for x in parts], 1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _choose_blocks(
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, cache: Any, position_ids: Tensor
+) -> Tensor:
+    """What an indexer of blocks chooses for each group of heads and row of this rank: [B, groups, n, k]. Collective.
+
+    It counts blocks from the first token of each sequence, be it a document or a row without its padding, and chooses
+    for each sequence alone. If all sequences begin at a block of the batch, these are numbers of its blocks; else they
+    are positions.
+    """
+    own, ring = type(indexer).forward, getattr(indexer, STATE, None)
+    if ring is None:
+        if indexer.config._attn_implementation == ROWS:  # which runs tokens alone, at positions that have no keys
+            cache, position_ids = None, torch.zeros_like(position_ids)
+        return cast(Tensor, own(indexer, hidden_states, position_embeddings, cache, position_ids))
+    mine, device = _Keys(), hidden_states.device
+    own(indexer, hidden_states, position_embeddings, mine, torch.zeros_like(position_ids))
+    borders, mask = vars(indexer)[GIVEN]
+    keys, real, queries, starts = _gather(ring, borders, mine.new[:, 0], None if mask is None else mask[:, 0])
+    seen, size = real.cpu().numpy(), indexer.block_size
+    sequences = [
+        (row, first + np.flatnonzero(seen[row, first:last]))
+        for row in range(len(seen))
+        for first, last in pairwise([*starts[row % len(starts)], seen.shape[1]])
+    ]
+    aligned = all(len(x) == 0 or (x[0] % size == 0 and x[-1] - x[0] == len(x) - 1) for _, x in sequences)
+    most = indexer.topk_blocks * (1 if aligned else size)
+    chosen = torch.full((len(seen), indexer.num_heads, len(queries), most), -1, device=device)
+    for row, places in sequences:
+        local = np.flatnonzero(np.isin(queries, places))
+        held = _Keys(keys[row : row + 1, None, torch.from_numpy(places).to(device)])
+        for part in split_rows(len(local), 4 * indexer.num_heads * len(places)):
+            at = torch.from_numpy(local[part]).to(device)
+            counted = torch.from_numpy(np.searchsorted(places, queries[local[part]])).to(device)[None]
+            of_rows = (x[min(row, len(x) - 1), at][None] for x in position_embeddings)
+            found = own(indexer, hidden_states[row, at][None], tuple(of_rows), held, counted)[0]
+            if aligned:
+                found = torch.where(found < 0, -1, found + places[0] // size)
+            else:
+                inside = (found[..., None] * size + torch.arange(size, device=device)).flatten(-2)
+                real_places = torch.from_numpy(places).to(device)
+                hidden = (inside < 0) | (inside >= len(places))
+                found = real_places[inside.clamp(0, len(places) - 1)].masked_fill(hidden, -1)
+            chosen[row][:, at, : found.shape[-1]] = found
+    return chosen

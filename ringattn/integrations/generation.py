@@ -117,6 +117,11 @@ class RingCache(Cache):  # type: ignore[misc]
             raise Unsupported(
                 "generate: attention in chunks or scaled by position is not supported; call unparallelize(model) first"
             )
+        if "minimax_m3_sparse" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+            raise Unsupported(
+                "generate: blocks of keys chosen by content are not supported in a sharded cache; call "
+                "unparallelize(model) first"
+            )
         self.windows = layer_windows(model)
         self.places = {layer: place for place, layer in enumerate(self.windows)}
         # A model that does not attend counts its tokens in a layer of one key.

@@ -11,6 +11,7 @@ import sweep
 import torch
 import torch.distributed as dist
 from hybrid_cases import pair, tiny
+from rank_pool import told_by
 
 import ringattn as ra
 from ringattn.call.functional import get_transport
@@ -113,6 +114,12 @@ def choices(rank: int, name: str) -> dict[str, Any]:
         "check": max(agreement.logits, agreement.gradients),
         "every": float((few - every).detach().abs().max()),
     }
+
+
+def generate_by_blocks(rank: int) -> str:
+    """What `generate()` says of a model that chooses blocks of keys."""
+    model = parallelize(tiny("MiniMaxM3VLForCausalLM"), layout="zigzag")
+    return told_by(lambda: model.generate(sweep.make_ids(), max_new_tokens=2))
 
 
 def held(rank: int, name: str) -> tuple[int, int]:

@@ -23,7 +23,7 @@ LATENTS = (
 )
 CHOSEN = (
     *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK2ForCausalLM", "HYV4ForCausalLM"),
-    *("Dots3NoteTextModel", "MistralLarge4TextModel"),
+    *("Dots3NoteTextModel", "MistralLarge4TextModel", "MiniMaxM3VLForCausalLM"),
 )
 
 GENERATING = (
@@ -91,6 +91,12 @@ def test_a_cache_of_latents_is_one_of_keys_and_values() -> None:
     assert len(found) == 9
     for name, far in found.items():
         assert far < (1e-5 if "dtype" in name else 1e-12), found
+
+
+@pytest.mark.multi
+def test_generation_refuses_blocks(run_ranks: Run) -> None:
+    for said in run_ranks(mla_cases.generate_by_blocks, 2, timeout=120):
+        assert "generate: blocks of keys chosen by content" in said
 
 
 def test_keys_chosen_in_pools_are_refused() -> None:
