@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import runpy
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -114,6 +118,13 @@ def choices(rank: int, name: str) -> dict[str, Any]:
         "check": max(agreement.logits, agreement.gradients),
         "every": float((few - every).detach().abs().max()),
     }
+
+
+def example(rank: int) -> list[float]:
+    """The losses of examples/latents.py."""
+    train = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/latents.py"))["train"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(6)
 
 
 def generate_by_blocks(rank: int) -> str:

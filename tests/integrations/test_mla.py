@@ -93,6 +93,11 @@ def test_a_cache_of_latents_is_one_of_keys_and_values() -> None:
         assert far < (1e-5 if "dtype" in name else 1e-12), found
 
 
+def test_the_example_has_one_loss_on_any_ranks(run_ranks: Run) -> None:
+    one, two = (run_ranks(mla_cases.example, ranks, timeout=60)[0] for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-5) and one[-1] < one[0] - 1
+
+
 @pytest.mark.multi
 def test_generation_refuses_blocks(run_ranks: Run) -> None:
     for said in run_ranks(mla_cases.generate_by_blocks, 2, timeout=120):
