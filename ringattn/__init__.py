@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .errors import RingAttentionError as RingAttentionError
     from .errors import Unsupported as Unsupported
     from .inference.cache import KVCache as KVCache
+    from .inference.choice import Chooser as Chooser
     from .integrations.context_parallel import context_parallel as context_parallel
     from .integrations.context_parallel import context_parallel_unshard as context_parallel_unshard
     from .kernels.dropout import Dropout as Dropout
@@ -99,6 +100,7 @@ _NAMES = {
     "call.chosen": "top_keys",
     "call.functional": "attention ring_attention synchronize virtual_attention",
     "inference.cache": "KVCache",
+    "inference.choice": "Chooser",
     "integrations.context_parallel": "context_parallel context_parallel_unshard",
     "recurrence.layers": "affine_scan causal_conv1d gated_delta_rule selective_scan ssd",
     "kernels.memory": "auto_batch_size",

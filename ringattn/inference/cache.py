@@ -36,8 +36,9 @@ from ..transport.base import TAG_BITS, Program, Tags
 from ..transport.records import FINGERPRINT_BYTES, ErrorReport, Exchange, compare_records, digest
 from ..transport.virtual import VirtualRanks
 from . import MERGES, WINDOWS, merge_seconds
-from .holdings import Holdings, split
-from .partials import RowGroups, as_bytes, attend, exchange, merge_ranks
+from .choice import Chooser, attend_chosen, check_chooser, find_seen, held_keys, join_candidates, list_slots
+from .holdings import Holdings, split, take
+from .partials import RowGroups, attend, gather_rows, merge_ranks
 from .slots import SlottedPattern, add_tokens, crop_tokens, find_slot
 from .store import SHARED_ROWS, LayerStore, of_both
 
@@ -261,20 +262,21 @@ class KVCache:
 
     def prefill(
         self, layer: int, q: Tensor, k: Tensor | Rows, v: Tensor | None = None, *, sinks: Tensor | None = None,
-        **options: Unpack[AttentionKeywords],
+        chosen: Chooser | Tensor | None = None, **options: Unpack[AttentionKeywords],
     ) -> Tensor:  # fmt: skip
         """Attention of a prompt chunk: out [B, H, n, Dv] of the local rows. Collective.
 
         q [B, H, n, D], k [B, K, n, D] and v [B, K, n, Dv] are the rows that `shard` gave this rank, after rotary
         embeddings. Without v, the keys are the values, too, and are held once. Rows of one tensor in place of k are
         held as they are, such as latents, and expanded at the visits. `sinks`, `options` and errors are those of
-        `ring_attention`. If the cache or the chunk of a rank differs, every rank raises Mismatch.
+        `ring_attention`. With `chosen`, a Chooser or the slots of one of an earlier layer, queries attend only to the
+        keys that are chosen. If the cache or the chunk of a rank differs, every rank raises Mismatch.
         """
         opens = self._event is None
         with self._refusing("prefill", layer, options.get("check")):
             if self._chunk is None and self._ring is None and opens:
                 self.shard(q.shape[2])
-            q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            q, k, v, call = self._read(layer, q, k, v, sinks, options, chosen)
             if opens and self._chunk is None:
                 raise InvalidInput("prefill: call shard(tokens) first, which cuts the chunk into shards")
             padding = self._chunk[1] if opens and self._chunk else None
@@ -287,18 +289,55 @@ class KVCache:
         event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
         event.todo.remove(layer)
         with self._report("prefill", deferred=True):
-            own: list[tuple[Tensor, ...]] = [(k, v)]
+            index = chosen.keys if isinstance(chosen, Chooser) else None
+            own: list[tuple[Tensor, Tensor, Tensor | None]] = [(k, v, index)]
             if self._ring is None:
                 assert event.layout is not None
-                own = [of_both(partial(event.layout.shard_tensor, rank=rank), k, v) for rank in self._ranks]
+                cuts = [partial(event.layout.shard_tensor, rank=rank) for rank in self._ranks]
+                own = [(*of_both(cut, k, v), None if index is None else cut(index)) for cut in cuts]
             shards = [*zip(self._ranks, own, strict=True)]
             keys = [self._keys_of(event, rank, layer, *x) for rank, x in shards]
-        out = self._attend(event, pattern, q, keys, rows, sinks, options)
+        if isinstance(chosen, Chooser):
+            self._choose(event, layer, chosen, call, agreed=opens)
+            chosen = chosen.chosen
+        out = self._attend(event, pattern, q, keys, rows, {**options, "sinks": sinks, "chosen": chosen})
         with self._report("prefill", deferred=True), computing(call.device):
-            run_programs([self._share(event, rank, layer, *x) for rank, x in shards], self.transport)
+            run_programs([self._share(event, rank, layer, *x[:2]) for rank, x in shards], self.transport)
         return self._end(out)
 
-    def _keys_of(self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def _choose(self, event: NewTokens, layer: int, chooser: Chooser, call: CompiledCall, *, agreed: bool) -> None:
+        """Fill the choice of a chunk, by what an indexer knows of all tokens, which travels. Collective.
+
+        Unless ranks have just agreed, one may refuse the layer; the others hear of it where they would in attention.
+        """
+        if self._ring is not None and not agreed and not self._ring.defers(call.options.check):
+            with Exchange(self._ring, "call"):
+                pass
+        pattern, stores = self.patterns[layer], [stores[layer] for stores in self._stores]
+        held = self._holdings[pattern].keys
+        assert held is not None
+        counts = [sum(map(len, runs)) for runs in held.shards]
+        tag, label = self._tags(event, layer, index=True).of(0), f"prefill of layer {layer}, keys of its indexer"
+        groups = self._slotted[pattern].groups(self._shifts)
+        q = (event.new,) if self._ring is None else event.shards[self._ranks[0]]
+        every, batch = tuple(run for runs in held.shards for run in runs), len(self.lengths)
+
+        def seen(part: slice) -> Tensor:
+            rows = tuple(take(q, range(part.start, part.stop)))
+            return find_seen(groups, rows, every, self._heads, batch, call.device)
+
+        with self._report("prefill", deferred=True), computing(call.device):
+            pairs = zip(self._ranks, stores, strict=True)
+            programs = [gather_rows(rank, counts, held_keys(store, chooser), tag, label) for rank, store in pairs]
+            chooser.find(run_programs(programs, self.transport)[0], list_slots(every, call.device), seen)
+
+    def _tags(self, event: NewTokens, layer: int, *, index: bool = False) -> Tags:
+        """Two tags for a layer's messages: those of partials and rows, or those of its indexer."""
+        return Tags(Tags.of_call(event.number, backward=False).first + 4 * layer + index, 2)
+
+    def _keys_of(
+        self, event: NewTokens, rank: int, layer: int, k: Tensor, v: Tensor, index: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """The rows of a rank that a chunk's queries attend: those held, then those of the chunk. Stores the latter."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
         if holdings.copies:
@@ -306,14 +345,14 @@ class KVCache:
             own = holdings.part(rank, held[0].shape[2] if held else 0)
             parts = [x[:, :, own.start : own.stop].to(k.dtype) for x in held]
             return tuple(torch.cat(pair, 2) for pair in zip(parts, (k, v), strict=True)) if held else (k, v)
-        store.append(*of_both(self._rounded, k, v))
+        store.append(*of_both(self._rounded, k, v), index)
         if not event.new.start:
             return k, v
         return tuple(as_dtype(x, k.dtype) for x in store.whole()) or (k, v)
 
     def _attend(
         self, event: NewTokens, pattern: Pattern, q: Tensor, keys: list[tuple[Tensor, ...]], rows: Rows | None,
-        sinks: Tensor | None, options: Any,
+        options: Any,
     ) -> Any:  # fmt: skip
         """Attention of a chunk's queries to `keys`, which has an entry for each rank of this process.
 
@@ -323,7 +362,7 @@ class KVCache:
         if event.new.start:
             assert event.layout is not None
             layouts = {"layout": self._holdings[pattern].keys, "q_layout": shift_layout(event.layout, event.new.start)}
-        view, options = self._slotted[pattern].view(self._shifts), {**options, "sinks": sinks, **layouts}
+        view, options = self._slotted[pattern].view(self._shifts), {**options, **layouts}
         if self._ring is not None:
             k, v = keys[0]
         else:
@@ -335,7 +374,8 @@ class KVCache:
 
     def step(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, sinks: Tensor | None = None,
-        return_lse: bool = False, note: str = "", **options: Unpack[AttentionKeywords],
+        chosen: Chooser | Tensor | None = None, return_lse: bool = False, note: str = "",
+        **options: Unpack[AttentionKeywords],
     ) -> Any:  # fmt: skip
         """Add T >= 1 new tokens; returns their attention, out [B, H, T, Dv], with equal bits on all ranks. Collective.
 
@@ -343,15 +383,18 @@ class KVCache:
         rotary embeddings; without v, the keys are the values, too. `sinks` [H] are those of `ring_attention`. `options`
         are kernel, scale, softcap, deterministic, machine and check of `ring_attention`. With `return_lse` returns
         (out, lse [B, H, T]). `note` is a text that must be equal on all ranks, such as a digest of the tokens; ranks
-        compare the `note` given with the first layer.
+        compare the `note` given with the first layer. `chosen` is that of `prefill`, for all new tokens: each rank
+        sends its best tokens, (score, slot), and attends to those of the choice that it holds, with any kernel by plain
+        matrix products.
 
         If the caches or steps of the ranks differ, every rank raises Mismatch. Raises CommFailure if a rank has ended,
         InvalidInput and Unsupported. After an error in the checks of a call, call the layer again. In later layers
-        than the first, such an error ends the group's calls with check="deferred", on CUDA, or in a layer with copies.
+        than the first, such an error ends the group's calls with check="deferred", on CUDA, in a layer with copies, or
+        with `chosen`.
         """
-        with self._refusing("step", layer, options.get("check")):
+        with self._refusing("step", layer, options.get("check"), ends=chosen is not None):
             check_option_names(options, STEP_OPTIONS)
-            q, k, v, call = self._read(layer, q, k, v, sinks, options)
+            q, k, v, call = self._read(layer, q, k, v, sinks, options, chosen)
             if not call.rows:
                 raise InvalidInput(f"step: q {tuple(q.shape)} has no new token; give at least one")
             self._check_event("step", layer, call.rows)
@@ -362,7 +405,7 @@ class KVCache:
             q, k, v = call.prepare(q, k, v, None)
             merge, groups = self._choose_merge(call), self._slotted[self.patterns[layer]].groups(self._shifts)
             new = of_both(self._rounded, k, v)
-            programs = [self._step(event, rank, layer, q, new, groups, merge, call) for rank in self._ranks]
+            programs = [self._step(event, rank, layer, q, new, groups, merge, call, chosen) for rank in self._ranks]
             out, lse = run_programs(programs, self.transport)[0]
             if sinks is not None:
                 merge_sinks_(out, lse, sinks)
@@ -383,18 +426,32 @@ class KVCache:
 
     def _step(
         self, event: NewTokens, rank: int, layer: int, q: Tensor, new: tuple[Tensor, ...], groups: RowGroups,
-        merge: str, call: CompiledCall,
+        merge: str, call: CompiledCall, chosen: Chooser | Tensor | None,
     ) -> Program[tuple[Tensor, Tensor]]:  # fmt: skip
         """A rank's part of a step."""
         holdings, store = self._holdings[self.patterns[layer]], self._stores[rank - self._ranks[0]][layer]
-        held = store.blocks[-1].count
+        held, chooser = store.blocks[-1].count, chosen if isinstance(chosen, Chooser) else None
+        if chooser is not None:
+            store.index = store.index or LayerStore(self.page)
         for shard in event.shards if holdings.copies else event.shards[rank : rank + 1]:
             for run in shard:
-                first, stop = run.start - event.new.start, run.stop - event.new.start
-                store.append(*of_both(lambda x, first=first, stop=stop: x[:, :, first:stop], *new))  # type: ignore[misc]
-        out, lse = attend(q, event.new, store, holdings, rank, groups, call)
+                part = slice(run.start - event.new.start, run.stop - event.new.start)
+                index = None if chooser is None else chooser.keys[:, :, part]
+                store.append(*of_both(lambda x, part=part: x[:, :, part], *new), index)  # type: ignore[misc]
+        if chosen is None:
+            out, lse = attend(q, event.new, store, holdings, rank, groups, call)
+        else:
+            runs = [tuple(run for block in blocks for run in block) for blocks in holdings.held]
+            find = partial(find_seen, groups, (event.new,), runs[rank], self._heads, len(q), call.device)
+            slots, seen = holdings.once((find_seen, rank), lambda: (list_slots(runs[rank], call.device), find()))
+            if chooser is not None:
+                tag, counts = self._tags(event, layer, index=True).of(0), [sum(map(len, x)) for x in runs]
+                label = f"step of layer {layer}, candidates"
+                yield from join_candidates(rank, counts, chooser, store, slots, seen, tag, label)
+            marks = chosen.chosen if isinstance(chosen, Chooser) else chosen
+            out, lse = attend_chosen(q, marks, slots, seen, store, call)
         if not holdings.copies:
-            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
+            tags = self._tags(event, layer)
             label = f"step of layer {layer}, partials"
             out, lse = yield from merge_ranks(rank, self.transport.size, out, lse, merge, tags, label)
             if event.call is not None and self._ring is not None and lse.isnan().any():
@@ -416,14 +473,9 @@ class KVCache:
             rows = self._rounded(k) if v is k else torch.cat((self._rounded(k), self._rounded(v)), 3)
             mine = rows[:, :, [row for run in local[rank] for row in run]]
             counts = [sum(map(len, runs)) for runs in local]
-            inbox = [
-                mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)
-            ]
-            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
-            label, size = f"prefill of layer {layer}, rows of its window", self.transport.size
-            yield from exchange(rank, [as_bytes(mine)] * size, [*map(as_bytes, inbox)], tags.of(0), label)
-            for x in inbox:
-                store.append(*((x, x) if v is k else (x[..., :width], x[..., width:])))
+            label = f"prefill of layer {layer}, rows of its window"
+            x = yield from gather_rows(rank, counts, mine, self._tags(event, layer).of(0), label)
+            store.append(*((x, x) if v is k else (x[..., :width], x[..., width:])))
         store.trim(holdings.kept, rank)
 
     def _rounded(self, x: Tensor) -> Tensor:
@@ -432,7 +484,7 @@ class KVCache:
     # Events.
 
     def _read(
-        self, layer: int, q: Tensor, k: Any, v: Tensor | None, sinks: Tensor | None, options: Any
+        self, layer: int, q: Tensor, k: Any, v: Tensor | None, sinks: Tensor | None, options: Any, chosen: Any
     ) -> tuple[Tensor, Any, Any, CompiledCall]:
         """The tensors and their `CompiledCall`; v is k if it was not given, and None for Rows.
 
@@ -447,7 +499,11 @@ class KVCache:
             raise InvalidInput(f"a cache holds Rows of one tensor, got {len(k.tensors)}; join them by torch.cat")
         q, k, v = cast_inputs(q, k, v)
         v = k if once and not isinstance(k, Rows) else v
-        call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks)
+        if chosen is not None and self.windows == "copy":
+            raise Unsupported("windows='copy' takes no chosen keys; make the cache with windows='shard'")
+        marks = chosen.chosen if isinstance(chosen, Chooser) else chosen
+        call = compile_call(q, k, v, self.patterns[layer], "contiguous", options, sinks=sinks, chosen=marks)
+        check_chooser(chosen, q, self._stores[0][layer], self._event.new.start if self._event else self.length)
         call.kernel.single()
         if call.requires_grad:
             raise Unsupported("a cache has no gradients; call it under torch.no_grad()")
@@ -544,6 +600,7 @@ class KVCache:
             "padding": None if padding is None else digest(padding.cpu().numpy().tobytes()).hex(),
             "the tokens of this step (by digests, or note=)": note if len(note) < 1024 else digest(note.encode()).hex(),
             "sinks": call.sinks,
+            "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
             **call.sizes,
             **options,
         }
@@ -564,13 +621,16 @@ class KVCache:
             return nullcontext()
         return ErrorReport(self._ring, stage, deferred=deferred or self._ring.defers(check), once=True)
 
-    def _refusing(self, kind: str, layer: int, check: str | None) -> AbstractContextManager[Any]:
-        """A context for the checks of a call: all ranks are told why this one refuses it, before its first message."""
+    def _refusing(self, kind: str, layer: int, check: str | None, *, ends: bool = False) -> AbstractContextManager[Any]:
+        """A context for the checks of a call: all ranks are told why this one refuses it, before its first message.
+
+        ends: an error in a later layer ends the calls of the group.
+        """
         event = self._event
         if event is None or event.kind == "prefill":  # the others are in the handshake of the cache or of attention
             return self._report("call" if event else kind, deferred=False, check=check)
         layer = next((x for x in event.todo if x == layer), min(event.todo, default=0))
-        if event.call is None or self._holdings[self.patterns[layer]].copies:
+        if ends or event.call is None or self._holdings[self.patterns[layer]].copies:
             return self._report(kind, deferred=True)
         stack = ExitStack()
         stack.enter_context(self._report(kind, deferred=False))
@@ -583,7 +643,7 @@ class KVCache:
             held, sizes = self._stores[0][layer].like, call.sizes
             shape = sizes["batch"], sizes["heads"], len(event.new), held[1].shape[3] if held else sizes["value_dim"]
             out = torch.full(shape, torch.nan, dtype=wide(getattr(torch, sizes["dtype"])), device=call.device)
-            tags = Tags(Tags.of_call(event.number, backward=False).first + 4 * layer, 2)
+            tags = self._tags(event, layer)
             merged = self._ranks[0], self.transport.size, out, out[..., 0], self._choose_merge(call), tags, "declined"
             with self._report("step", deferred=True):
                 run_programs([merge_ranks(*merged)], self.transport)

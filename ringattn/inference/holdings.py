@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +27,7 @@ SHORT_KEYS = 256
 MOST_PIECES = 4096
 #: The local rows to keep, by rank and block.
 Kept = list[list[Ranges]]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Holdings:
         self.needed: Ranges | None = None
         self.kept: Kept | None = None
         self._later: list[list[list[range]]] | None = None
-        self._calls: dict[object, tuple[Work, ...]] = {}
+        self._answers: dict[object, Any] = {}
 
     def begin(self, shards: Sequence[Ranges], needed: Ranges | None, floor: int, page: int, *, prompt: bool) -> None:
         """Add slots for new tokens; rank r holds those in `shards[r]`.
@@ -134,7 +136,7 @@ class Holdings:
     def settle(self) -> None:
         """Drop the rows that `keep` did not choose; call this after all layers have used them for the last time."""
         self.held, self._later, self.keys, self.kept = self._later or self.held, None, None, None
-        self._calls.clear()
+        self._answers.clear()
 
     def seal(self, rank: int) -> None:
         """Close the last block of a rank, so that later rows begin a new one."""
@@ -146,9 +148,13 @@ class Holdings:
         Each call is a `Work` whose keys are local rows of the block.
         """
         key = rank, block, pattern, q, call
-        if key not in self._calls:
-            self._calls[key] = self._find_calls(self.held[rank][block], pattern, q, call)
-        return self._calls[key]
+        return self.once(key, lambda: self._find_calls(self.held[rank][block], pattern, q, call))
+
+    def once(self, key: object, make: Callable[[], Answer]) -> Answer:
+        """What `make` returns, made once for all layers that process the same new tokens."""
+        if key not in self._answers:
+            self._answers[key] = make()
+        return cast(Answer, self._answers[key])
 
     def _find_calls(self, held: list[range], pattern: Pattern, q: range, call: CompiledCall) -> tuple[Work, ...]:
         heads, group = call.sizes["heads"], call.sizes["heads"] // call.sizes["kv_heads"]

@@ -97,6 +97,14 @@ def exchange(rank: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tag
         yield Wait((yield Post(send, receive, label)))
 
 
+def gather_rows(rank: int, counts: Sequence[int], mine: Tensor, tag: int, label: str) -> Program[Tensor]:
+    """The rows [B, H, n, D] of all ranks, in rank order, of which rank r has counts[r]."""
+    mine = mine.contiguous()
+    inbox = [mine if p == rank else mine.new_empty((*mine.shape[:2], n, mine.shape[3])) for p, n in enumerate(counts)]
+    yield from exchange(rank, [as_bytes(mine)] * len(counts), [*map(as_bytes, inbox)], tag, label)
+    return torch.cat(inbox, 2)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as the data of a message."""
     return x.view(torch.uint8).view(-1)

@@ -103,16 +103,23 @@ class LayerStore:
     def __init__(self, page: int) -> None:
         self.page = page
         self.blocks = [Block()]
+        #: What an indexer knows of the same rows; None if there is none.
+        self.index: LayerStore | None = None
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor, index: Tensor | None = None) -> None:
         """Add rows of k [B, K, n, D] and v [B, K, n, Dv]; v may be k, which is then kept once."""
         if k.shape[2]:
             self.blocks[-1].append((k,) if v is k else (k, v), self.page)
+        if index is not None:
+            self.index = self.index or LayerStore(self.page)
+            self.index.append(index, index)
 
     def trim(self, kept: Kept | None, rank: int) -> None:
         """Keep only the rows that `Holdings.keep` returned for this rank; with None, keep all."""
         for block, rows in zip(self.blocks, kept[rank], strict=True) if kept else ():
             block.keep(rows, self.page)
+        if self.index is not None:
+            self.index.trim(kept, rank)
 
     def fork(self, rows: Sequence[int], *, seal: bool) -> None:
         """Replace the rows of the batch: the new row i continues the old row rows[i].
@@ -126,6 +133,8 @@ class LayerStore:
             self.blocks.append(Block())
         else:
             self.blocks[-1].copy(rows)
+        if self.index is not None:
+            self.index.fork(rows, seal=seal)
 
     @property
     def like(self) -> tuple[Tensor, ...]:
@@ -134,8 +143,9 @@ class LayerStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, including room for new rows."""
-        return sum(x.numel() * x.element_size() for block in self.blocks for x in block.tensors)
+        """Bytes of the keys and values, and of what an indexer knows, including room for new rows."""
+        own = sum(x.numel() * x.element_size() for block in self.blocks for x in block.tensors)
+        return own + (0 if self.index is None else self.index.nbytes)
 
     def whole(self) -> tuple[Tensor, ...]:
         """k [B, K, n, D] and v [B, K, n, Dv] with the rows of all blocks; () if there are no rows.

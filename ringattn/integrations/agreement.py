@@ -21,7 +21,7 @@ from ..train import NO_LABEL
 from ..transport.records import ErrorReport, exchange_values
 from .batches import POSITIONS, cut_batch, shard_batch
 from .encoder_decoder import CROSS, find_tables
-from .generation import STATE, chooses_keys, layer_windows
+from .generation import ROWS, STATE, chooses_keys, layer_windows
 from .heads import FOREIGN
 from .hybrids import each_row_alone
 from .ranks import gather_logits
@@ -30,9 +30,9 @@ from .supported import rotates_by_length, scale_by_position, unwrap_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The name under which transformers finds `_attend_rows`; how many tokens `check_rows` runs together in evaluation and
-#: in training mode, how many of these are left padding, and how many tokens it runs alone.
-ROWS, TOKENS, TRAINED, PADDED, ALONE = "ringattn_rows", 32, 97, 3, 8
+#: How many tokens `check_rows` runs together in evaluation and in training mode, how many of these are left padding,
+#: and how many tokens it runs alone.
+TOKENS, TRAINED, PADDED, ALONE = 32, 97, 3, 8
 #: What `check` does not compare.
 UNSEEN = ("training mode", "later calls", "padding", "labels and loss", "dropout", "gradient checkpointing", "generate")
 HALF = (torch.float16, torch.bfloat16)

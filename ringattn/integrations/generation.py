@@ -20,6 +20,7 @@ from ..call.functional import get_transport
 from ..call.rows import Rows
 from ..errors import InvalidInput, Unsupported
 from ..inference.cache import STEP_OPTIONS, KVCache
+from ..inference.choice import Chooser
 from ..layout.regular import make_layout
 from ..pattern import Causal, Full, Pattern, Window
 from ..transport.records import ErrorReport, Exchange, compare_records, digest
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The attribute that `parallelize` sets on each module of a model: where its attention runs.
 STATE = "_ringattn"
+#: The name of the attention with which `check_rows` runs a model.
+ROWS = "ringattn_rows"
 #: With fewer tokens per rank than this, every rank computes the whole prompt: experts need rows on each rank.
 LEAST_ROWS = 2
 #: The exchange before a prompt, and the one after all tokens.
@@ -114,9 +117,10 @@ class RingCache(Cache):  # type: ignore[misc]
             raise Unsupported(
                 "generate: attention in chunks or scaled by position is not supported; call unparallelize(model) first"
             )
-        if chooses_keys(model.config):
+        if "minimax_m3_sparse" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
             raise Unsupported(
-                "generate: keys chosen by content are not supported in a sharded cache; call unparallelize(model) first"
+                "generate: blocks of keys chosen by content are not supported in a sharded cache; call "
+                "unparallelize(model) first"
             )
         self.windows = layer_windows(model)
         self.places = {layer: place for place, layer in enumerate(self.windows)}
@@ -259,11 +263,14 @@ class Generation:
     before: int = 0
     #: The layers that have attended.
     attended: set[int] = field(default_factory=set)
+    #: That of the indexer that ran last; None after its layer has attended, and filled its choice.
+    chooser: Chooser | None = None
 
     def attend(
-        self, module: nn.Module, window: int | None, q: Tensor, k: Any, v: Any, sinks: Tensor | None, options: Any
-    ) -> Tensor:
-        """Attention of one layer with the cache: out [B, H, n, Dv].
+        self, module: nn.Module, window: int | None, q: Tensor, k: Any, v: Any, sinks: Tensor | None,
+        chosen: Tensor | None, options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one layer with the cache: out [B, H, n, Dv]. `chosen`: its choice, or that of a layer before.
 
         Raises Unsupported if the layer attends twice in a call, or if its mask has another window than the config says.
         """
@@ -278,17 +285,19 @@ class Generation:
                 f"generate: the mask of layer {layer} has a window of {window} keys, but the model's config one of "
                 f"{self.past.windows[layer]}; call unparallelize(model) first"
             )
+        given: dict[str, Any] = {"sinks": sinks, "chosen": chosen if self.chooser is None else self.chooser}
+        self.chooser = None
         if self.note is None:
-            return cache.prefill(place, q, k, v, sinks=sinks, **options)
-        options = {name: options[name] for name in STEP_OPTIONS if name in options}
+            return cache.prefill(place, q, k, v, **given, **options)
+        given |= {"note": self.note, **{name: options[name] for name in STEP_OPTIONS if name in options}}
         if not isinstance(k, Rows):
-            return cast(Tensor, cache.step(place, q, k, v, sinks=sinks, note=self.note, **options))
+            return cast(Tensor, cache.step(place, q, k, v, **given))
         # Queries and results go through the matrices of the projection, so that no cached row is expanded.
         assert k.expand is not None
         (rows,) = k.tensors
         every = torch.eye(rows.shape[3], dtype=q.dtype, device=q.device)[None, None]
         of_keys, of_values = k.expand(every, *k.weights)
-        return cast(Tensor, cache.step(place, q @ of_keys.mT, rows, sinks=sinks, note=self.note, **options) @ of_values)
+        return cast(Tensor, cache.step(place, q @ of_keys.mT, rows, **given) @ of_values)
 
     def finish(self, result: Any, group: ProcessGroup) -> Any:
         """End the call; returns `result` with the logits of the positions that the caller asked for. Collective.

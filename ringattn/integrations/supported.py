@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import InvalidInput, Unsupported
+from .choices import INDEXED, choosing_layers
 from .encoder_decoder import find_tables
 from .heads import find_pooling
 from .hybrids import mixing_functions, unknown_functions
-from .latents import choosing_layers
 
 #: The attribute of attention modules where `tell_positions` stores the positions of a call.
 PLACES = "_ringattn_positions"
@@ -79,7 +79,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     field = {ForSequenceClassificationLoss: "logits", ForQuestionAnsweringLoss: "start_logits"}.get(loss)
     mixes, unknown = any(map(mixing_functions, model.modules())), unknown_functions(model)
     kinds = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES) - set(RECURRENT_TYPES if mixes else ())
-    kinds -= {"indexed_attention"} if choosing_layers(model) else set()
+    kinds -= INDEXED if choosing_layers(model) else set()
     attends = bool(kinds) or not set(getattr(config, "layer_types", None) or "?") <= set(RECURRENT_TYPES[:3])
     reads = (model if field is None else model.base_model).forward
     places = "position_ids" in inspect.signature(reads).parameters or (both and len(find_tables(model)) == 2)
@@ -88,6 +88,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     alibi = any("alibi" in word for word in dir(model.base_model))
     stretched = both and any(map(rotates_by_length, model.modules()))
     other = not (causal or aligned or bare or field)
+    mixing = "its indexer scores keys in pools" if kinds & INDEXED else "ringattn does not know how their rows mix"
 
     def given(word: str) -> Any:
         return getattr(config, word, None)
@@ -95,7 +96,7 @@ def check_model(model: PreTrainedModel) -> tuple[bool | None, str | None]:
     for feature, present, hint in (
         ("inputs other than tokens", model.main_input_name != "input_ids", "only sequences of tokens are sharded"),
         (f"functions that ringattn does not know: {', '.join(sorted(unknown))}", unknown, ""),
-        (f"layers of type {', '.join(sorted(kinds))}", kinds, "ringattn does not know how their rows mix"),
+        (f"layers of type {', '.join(sorted(kinds))}", kinds, mixing),
         (
             "a decoder for rows that it lacks",
             given("add_cross_attention") and not both,

@@ -56,6 +56,7 @@ from .batches import (
     read_borders,
     shard_batch,
 )
+from .choices import take_indexers
 from .encoder_decoder import CROSS, attend_across
 from .generation import CACHES, STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
@@ -254,6 +255,7 @@ def parallelize(
             model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
             model.base_model.register_forward_hook(leave_base)
     take_latents(model)
+    take_indexers(model)
     for module in model.modules():
         setattr(module, STATE, ring)
     _copy_config(wrapper, model.config)
@@ -329,6 +331,7 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
@@ -348,8 +351,12 @@ def _attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     query = scale_by_position(module, query)
     name, window, mask, chunked = type(module).__name__, sliding_window, attention_mask, False
+    chosen, block = None if indices is None else indices.unsqueeze(1), 1
     if not hasattr(module, "indexer"):
-        others["indices"], indices = indices, None
+        others, chosen = {**others, "indices": indices, "block_indices": block_indices}, None
+    elif block_indices is not None:  # of `choices._choose_blocks`
+        indexer: Any = module.indexer
+        chosen, block = block_indices, indexer.block_size if block_indices.shape[-1] == indexer.topk_blocks else 1
     given = (word for word, x in others.items() if x is not None and x is not False)
     unknown = ", ".join(f"{word}=" for word in given if word not in UNREAD)
     if mask is not None and mask.ndim > 2:
@@ -373,11 +380,10 @@ def _attend(
             words = unknown or ("attention to later tokens" if not causal else "dropout of attention weights")
             raise Unsupported(f"generate: {name} has {words}; call model.eval() or unparallelize(model) first")
         options = {**ring.options.keywords(), "scale": scaling, "softcap": softcap}
-        out = generation.attend(module, window, query, key, value, s_aux, options)
+        out = generation.attend(module, window, query, key, value, s_aux, chosen, options)
     else:
-        chosen = None if indices is None else indices.unsqueeze(1)
         out = _attend_ring(
-            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, chosen, unknown, window, causal,
+            ring, name, query, key, value, mask, cu_seq_lens_q, s_aux, chosen, block, unknown, window, causal,
             getattr(module, CROSS, False), chunked, scale=scaling, softcap=softcap, dropout=dropout,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
@@ -386,7 +392,7 @@ def _attend(
 @compilable
 def _attend_ring(
     ring: _Ring, name: str, q: Tensor, k: Tensor | Rows, v: Tensor | None, mask: Tensor | None,
-    borders: Tensor | None, sinks: Tensor | None, chosen: Tensor | None, unknown: str, window: int | None,
+    borders: Tensor | None, sinks: Tensor | None, chosen: Tensor | None, block: int, unknown: str, window: int | None,
     causal: bool, crosses: bool, chunked: bool, **options: Unpack[AttentionKeywords],
 ) -> Tensor:  # fmt: skip
     """out [B, H, n, Dv] of a layer of class `name`. Borders stay a tensor, so that a compiled graph takes new ones.
@@ -421,7 +427,7 @@ def _attend_ring(
         padding = None if mask is None else ~mask.to(device=q.device, dtype=torch.bool)
     return ring_attention(
         q, k, v, pattern, layout=layout, q_layout=layout if crosses else None, group=group,
-        key_padding_mask=padding, sinks=sinks, chosen=chosen,
+        key_padding_mask=padding, sinks=sinks, chosen=chosen, block=block,
         **cast("AttentionKeywords", {**ring.options.keywords(), **options}),
     )  # fmt: skip
 

@@ -208,6 +208,18 @@ def _in_band(work: Work, order: Tensor, start: int, stop: int) -> Tensor:
     return seen
 
 
+def take_best(scores: Tensor, places: Tensor, count: int) -> Pair:
+    """The places of the `count` largest scores, best first, and these scores. A score of -inf has the place -1.
+
+    Of equal scores the lower place comes first.
+    """
+    by_place = places.argsort(-1)
+    order = scores.gather(-1, by_place).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    order = by_place.gather(-1, order)
+    best = scores.gather(-1, order)
+    return places.gather(-1, order).masked_fill(best == -torch.inf, -1), best
+
+
 class TopKeys(VisitKernel):
     """Chooses the `count` keys of the largest scores, sum over heads of w relu(q k), for each row and each head of k.
 
@@ -256,7 +268,7 @@ class TopKeysPass(KernelPass):
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: Pair) -> None:
         positions = self.call.places(visit.part)[1][0].to(q.device)
         keys = _pad_rows(block[0], TILE_KEYS).to(self.tiles.dtype)
-        visible = _find_visible(visit.works, q.shape[1], q.shape[2], len(positions), q.device)
+        visible = find_visible(visit.works, q.shape[1], q.shape[2], len(positions), q.device)
         for first in range(0, q.shape[2], TILE_ROWS):
             rows = slice(first, first + TILE_ROWS)
             if visible[rows].any():
@@ -279,12 +291,7 @@ class TopKeysPass(KernelPass):
                 scores[group, :, columns] = found[:count, : seen.shape[1]].masked_fill(~seen, -torch.inf)
         places, best = (x[element, :, rows] for x in sums)
         scores, places = torch.cat([best, scores], -1), torch.cat([places, positions.expand(scores.shape)], -1)
-        by_place = places.argsort(-1)
-        order = scores.gather(-1, by_place).sort(dim=-1, descending=True, stable=True).indices[..., : self.shape[-1]]
-        order = by_place.gather(-1, order)
-        best = scores.gather(-1, order)
-        sums[1][element, :, rows] = best
-        sums[0][element, :, rows] = places.gather(-1, order).masked_fill(best == -torch.inf, -1)
+        sums[0][element, :, rows], sums[1][element, :, rows] = take_best(scores, places, self.shape[-1])
 
     def _refuse(self, *_: Any) -> Any:
         raise AssertionError("a choice has no gradient")
@@ -302,13 +309,13 @@ def _pad_rows(x: Tensor, size: int) -> Tensor:
     return padded
 
 
-def _find_visible(works: Sequence[Work], heads: int, rows: int, keys: int, device: torch.device) -> Tensor:
+def find_visible(works: Sequence[Work], heads: int, rows: int, keys: int, device: torch.device) -> Tensor:
     """Which keys the rows see by the pattern: bool [rows, keys]."""
     visible = torch.zeros((rows, keys), dtype=torch.bool, device=device)
     for work in works:
         if work.heads != range(heads):
-            raise Unsupported("top_keys takes a pattern that is the same for all heads; choose for each head alone")
-        columns = torch.tensor([number for run in work.k for number in run], device=device)
+            raise Unsupported("keys are chosen by a pattern that is the same for all heads; choose for each head alone")
+        columns = torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in work.k])
         lines = torch.arange(work.q.start, work.q.stop, work.q.step, device=device)
         seen = band(len(lines), len(columns), work.lo, work.hi, device)
         visible[lines[:, None], columns] |= seen

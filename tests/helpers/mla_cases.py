@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import runpy
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -15,7 +19,7 @@ from rank_pool import told_by
 
 import ringattn as ra
 from ringattn.call.functional import get_transport
-from ringattn.integrations import latents
+from ringattn.inference import choice
 from ringattn.integrations.transformers import RingCache, check, parallelize, shard_batch
 
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -97,13 +101,13 @@ def in_graphs_and_autocast(rank: int, name: str) -> dict[str, float]:
 
 
 def choices(rank: int, name: str) -> dict[str, Any]:
-    """How far logits are with scores made in parts, and where every key is chosen; what `check` and `generate` say."""
+    """How far logits are with scores made in parts, and where every key is chosen; what `check` says."""
     model = parallelize(tiny(name), layout="zigzag")
     batch = shard_batch({"input_ids": sweep.make_ids()}, layout="zigzag")
     few = model(**batch, use_cache=False).logits
     agreement = check(model)
     with pytest.MonkeyPatch.context() as patch:  # scores of five rows at once
-        patch.setattr(latents, "SCORE_BYTES", 5 * 4 * 2 * 16 * sweep.TOKENS)
+        patch.setattr(choice, "SCORE_BYTES", 5 * 4 * 2 * 16 * sweep.TOKENS)
         parts = model(**batch, use_cache=False).logits
     for layer in model.modules():
         if getattr(layer, "indexer", None) is not None:
@@ -113,18 +117,32 @@ def choices(rank: int, name: str) -> dict[str, Any]:
         "parts": float((few - parts).detach().abs().max()),
         "check": max(agreement.logits, agreement.gradients),
         "every": float((few - every).detach().abs().max()),
-        "generate": told_by(lambda: model.generate(sweep.make_ids(), max_new_tokens=2)),
     }
 
 
+def example(rank: int) -> list[float]:
+    """The losses of examples/latents.py."""
+    train = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples/latents.py"))["train"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(6)
+
+
+def generate_by_blocks(rank: int) -> str:
+    """What `generate()` says of a model that chooses blocks of keys."""
+    model = parallelize(tiny("MiniMaxM3VLForCausalLM"), layout="zigzag")
+    return told_by(lambda: model.generate(sweep.make_ids(), max_new_tokens=2))
+
+
 def held(rank: int, name: str) -> tuple[int, int]:
-    """Bytes of the cache of a generation, and those of latents for as many rows in all layers."""
+    """Bytes of the cache of a generation, and those of latents for as many rows in all layers, and of indexer keys."""
     _, model = pair(name)
     past = RingCache(model, page=1)
     model.generate(sweep.make_ids(), max_new_tokens=4, past_key_values=past)
     rows = sum(len(run) for run in past.cache.rows(0))
-    width = (model.config.kv_lora_rank + model.config.qk_rope_head_dim) * 4
-    return past.cache.nbytes, len(past.windows) * 2 * rows * width
+    indexers = sum(getattr(layer, "indexer", None) is not None for layer in model.modules())
+    width = len(past.windows) * (model.config.kv_lora_rank + model.config.qk_rope_head_dim)
+    width += indexers * getattr(model.config, "index_head_dim", 0)
+    return past.cache.nbytes, 2 * rows * width * 4
 
 
 def latent_caches(rank: int) -> dict[str, float]:

@@ -131,6 +131,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     **{kind: {"indexer_types": ["full", "shared"]} for kind in ("glm_moe_dsa", "hy_v4")},
     "mistral_large4_text": {"indexer_types": ["full", "shared"], "no_rope_layers": [1, 0]},
+    "minimax_m3_vl_text": {
+        **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2, "index_block_size": 4},
+        "index_topk_blocks": 3,
+    },
     "glm5_next_text": {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "num_experts": 4, "n_routed_experts": 4},
 }
 #: Fields of configurations whose values are sizes, or of training and loading alone, by parts of their names.
