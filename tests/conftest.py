@@ -77,7 +77,8 @@ def warm_ranks() -> Iterator[None]:
 
     context = multiprocessing.get_context("forkserver")
     ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
-    ours += ["ringattn.simulator.timing.auto", "ringattn.kernels.aten_cpu"]  # imported by a first call
+    # What a first call imports, and what programs of examples import.
+    ours += ["ringattn.simulator.timing.auto", "ringattn.kernels.aten_cpu", "torch.distributed.checkpoint.state_dict"]
     # What the collected tests call on ranks, with the libraries of which it is made.
     ours += [path.stem for path in Path(HELPERS).glob("*.py") if path.stem in sys.modules] + ["frozen"]
     context.set_forkserver_preload(ours)
