@@ -129,8 +129,12 @@ def inside(
     torch has been imported here already.
     """
     from command_line import ended, split
+    from hydra._internal.hydra import Hydra
 
     from ringattn.cli.main import main
+
+    # Hydra composes a configuration twice, first to ask it for the mode, which the words say; it takes most of a call.
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
     def call(*arguments: str, cwd: Path = tmp_path, status: int | None = 0) -> subprocess.CompletedProcess[str]:
         for name in ("RANK", "WORLD_SIZE"):
