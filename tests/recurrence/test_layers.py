@@ -11,13 +11,14 @@ import pytest
 import recurrence_cases
 import torch
 from recurrence_cases import KINDS, draw, draw_hard, error, oracle, run_virtual
+from shares import share_of
 
 import ringattn as ra
 from ringattn.recurrence import runs
 
 Run = Callable[..., list[Any]]
 #: Random calls of each kind.
-CASES = 30
+CASES = share_of(30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
