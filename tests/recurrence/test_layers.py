@@ -41,7 +41,7 @@ def by_scan(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_a_scan_composes_the_same_states(kind: str, by_scan: None) -> None:
-    for seed in range(8):
+    for seed in range(share_of(8)):
         case = draw(seed + 1000, kind, ranks=5)
         expected = oracle(case)
         assert error(run_virtual(case), expected) <= max(8 * error(run_virtual(case, 1), expected), 1e-12), seed
@@ -70,7 +70,7 @@ def test_wrong_calls_raise_on_every_rank(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_strong_decays_and_second_derivatives_are_exact(kind: str) -> None:
-    for seed in range(4):
+    for seed in range(share_of(6)):
         case = draw_hard(seed, kind)
         found = run_virtual(case)
         assert all(x.dtype == torch.float32 for x in found.values())
@@ -88,7 +88,7 @@ def test_derivatives_of_one_input_and_of_different_orders(run_ranks: Run) -> Non
         assert first == others[-1] == "fine" and "disagree about which backward" in others[0]
 
 
-@pytest.mark.parametrize("log", [-1e3, -1e5, -math.inf])
+@pytest.mark.parametrize("log", [-1e3, -math.inf])
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "ssd"])
 def test_a_strong_decay_beside_weak_ones(kind: str, log: float) -> None:
     """A token whose decay ends all before it, in one run and at its borders; the others are not rounded to it."""

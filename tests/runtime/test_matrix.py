@@ -143,8 +143,8 @@ def test_cell(name: str, layout: str, dtype: torch.dtype) -> None:
 def test_kernels_and_value_dims(name: str, kernel: str) -> None:
     """What rotates changes from value dim to value dim, from pattern to pattern, and from kernel to kernel."""
     first = list(PATTERNS).index(name) + (kernel == "aten_cpu")
-    for turn, value_dim in enumerate((16, 8, 20), first):
-        case = make_case(TOKENS, 4, 2, torch.float64, value_dim=value_dim, lse=True)
+    for turn in (first, first + 1):
+        case = make_case(TOKENS, 4, 2, torch.float64, value_dim=(16, 8, 20)[turn % 3], lse=True)
         oracle = truth_of(case, PATTERNS[name])
         options = {"ranks": 3, "layout": "zigzag", "kernel": kernel, "rotate": ("kv", "q")[turn % 2]}
         found = solve(ra.virtual_attention, case, PATTERNS[name], **options)
