@@ -111,9 +111,7 @@ CELLS = [
 
 def test_the_cells_cover_pairs() -> None:
     """Every pattern, every layout and every dtype meets every number of ranks, head sharing, schedule and rotation."""
-    met = set()
-    for cell, runs in chosen().items():
-        met |= set().union(*(pairs(cell, *run) for run in runs))
+    met = set[Any]().union(*(pairs(cell, *run) for cell, runs in chosen().items() for run in runs))
     assert met >= {*product(PATTERNS, LAYOUTS), *product(PATTERNS, DTYPES), *product(LAYOUTS, DTYPES)}
     for kind in (PATTERNS, LAYOUTS, DTYPES):
         assert met >= {*product(kind, HEADS), *product(kind, RANKS), *product(kind, ROTATE)}
