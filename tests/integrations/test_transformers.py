@@ -36,7 +36,9 @@ Run = Callable[..., list[Any]]
 #: transformers takes losses of fp32 logits, also where a model is in fp64.
 DIFFERENCES: list[tuple[Callable[..., dict[str, float]], tuple[Any, ...], float]] = [
     (model_cases.agreements, (list(model_cases.MODELS), 61), 16 * EPS),
-    *((model_cases.by_length, (name, *how), 32 * EPS) for name in model_cases.LENGTHS for how in model_cases.CUTS),
+    *((model_cases.by_length, ("longrope", *how), 32 * EPS) for how in model_cases.CUTS),
+    (model_cases.by_length, ("dynamic", "zigzag", "packed"), 32 * EPS),
+    (model_cases.by_length, ("yarn, scaled", "zigzag", "padded"), 32 * EPS),
     *((model_cases.losses, (name,), 32 * EPS) for name in model_cases.LOSSES),
     *((model_cases.sequences, how, 1e-5) for how in (("left", "zigzag"), ("right", "layers"))),
     (model_cases.balanced_layers, ("GPT-OSS, sinks",), 32 * EPS),
@@ -201,8 +203,10 @@ def test_the_page_of_classes_says_what_the_code_does(run_ranks: Run) -> None:
     assert f"Of {len(table)} classes and variants 0 are wrong, 0 are crashed, {counts['refused']} are refused" in page
     if f"transformers {transformers.__version__} run" not in page:
         pytest.skip("the page is that of another version of transformers")
-    for name in SAMPLE:
-        assert sweep.row(name, sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120))) in table, name
+    for i, name in enumerate(SAMPLE):
+        half = i % 2 if [name, "exact", ""] in table else None  # a refusal names all kinds of batches
+        found = run_ranks(sweep.one, 3, name, sweep.BOUND, None, torch.float32, half, timeout=120)
+        assert sweep.row(name, sweep.verdict(found)) in table, name
 
 
 def test_the_page_of_classes_and_the_code_refuse_the_same_classes() -> None:
