@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from shares import share_of
 
 for name in ("COLUMNS", "LINES"):  # set behind os.environ by readline, which pytest imports
     os.unsetenv(name)
@@ -23,7 +22,7 @@ for name in ("COLUMNS", "LINES"):  # set behind os.environ by readline, which py
 # In continuous integration the examples are the same every time; a developer's runs keep looking for new ones.
 settings.register_profile(
     "ringattn",
-    max_examples=share_of(60),
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="CI" in os.environ,

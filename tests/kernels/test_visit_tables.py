@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import mark_pairs
-from shares import share_of
 
 import ringattn as ra
 from ringattn.kernels.tables import FRESH, LAST, Bounds
@@ -145,7 +144,7 @@ def check_staying(readers: Sequence[Reader], heads: int, rows: int, touched: Seq
     return [bool(((flag != -1) & (flag != FRESH | LAST)).any()) for flag in flags]
 
 
-@pytest.mark.parametrize("seed", range(share_of(120)))
+@pytest.mark.parametrize("seed", range(120))
 def test_tables_have_the_pairs_of_their_works(seed: int) -> None:
     """Of one to four visits to rows that stay, by keys or by queries, in a forward and in a backward."""
     source = random.Random(seed)

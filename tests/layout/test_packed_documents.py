@@ -9,7 +9,6 @@ import packing_cases
 import pytest
 import torch
 from packing_cases import BATCHES, spread
-from shares import share_of
 from torch._dynamo.testing import CompileCounter
 
 import ringattn as ra
@@ -64,8 +63,9 @@ def test_runs_of_a_rank_are_limited() -> None:
         make_layout("balanced(4)", tokens=64, ranks=2, pattern=Causal(), most_runs=1)
 
 
-def test_random_batches_are_exact() -> None:
-    assert max(max(packing_cases.errors(seed)) for seed in range(share_of(60))) < 1e-12
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 60, 20)])
+def test_random_batches_are_exact(seeds: range) -> None:
+    assert max(max(packing_cases.errors(seed)) for seed in seeds) < 1e-12
 
 
 @pytest.mark.multi

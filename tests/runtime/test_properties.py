@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Result, dense, errors, make_case, solve
-from shares import share_of
 from strategies import problems
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +40,7 @@ def fitting(schedule: str, ranks: int, kv_heads: int) -> str:
 
 
 @given(problems(), SCHEDULES, ROTATE, st.sampled_from([(1, 1), (4, 2), (3, 1), (4, 4)]), st.booleans())
-@settings(max_examples=share_of(50))
+@settings(max_examples=50)
 def test_random_problems_equal_the_oracle(
     problem: Problem, schedule: str, rotate: str, heads: tuple[int, int], lse: bool
 ) -> None:
@@ -55,7 +54,7 @@ def test_random_problems_equal_the_oracle(
 
 
 @given(problems(), SCHEDULES, ROTATE)
-@settings(max_examples=share_of(40))
+@settings(max_examples=40)
 def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, rotate: str) -> None:
     """Invariant 3, on virtual ranks; for real ranks see tests/transport."""
     pattern, tokens, ranks, layout = problem
@@ -97,7 +96,7 @@ def test_bytes_counted_are_the_bytes_planned(problem: Problem, schedule: str, ro
     ),
     st.sampled_from(["kv", "q"]),
 )
-@settings(max_examples=share_of(60))
+@settings(max_examples=60)
 def test_the_future_never_changes_the_past(
     cut: tuple[int, int], ranks: int, layout: str, pattern: Pattern, rotate: str
 ) -> None:
@@ -262,7 +261,7 @@ def test_any_strides_are_taken() -> None:
 
 
 @given(problems(), SCHEDULES, st.sampled_from(["kv", "q"]))
-@settings(max_examples=share_of(25))
+@settings(max_examples=25)
 def test_what_travels_may_be_rounded(problem: Problem, schedule: str, rotate: str) -> None:
     """In bf16 fewer bytes are sent, as planned, and results differ by the rounding of what was sent, no more."""
     pattern, tokens, ranks, layout = problem

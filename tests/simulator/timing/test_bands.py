@@ -11,7 +11,6 @@ import pytest
 from event_oracle import EventOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shares import share_of
 
 from ringattn import Causal, Machine, Pattern, Plan, Stall, Window, make_plan, simulate
 from ringattn.simulator.timing.band.counts import BandCounts
@@ -60,7 +59,7 @@ def counted(plan: Plan, backward: bool) -> BandCounts | None:
     return found.counts
 
 
-@settings(max_examples=share_of(50))
+@settings(max_examples=50)
 @given(plans() | plans(160), st.booleans())
 def test_what_changes_is_found_at_few_places(plan: Plan, backward: bool) -> None:
     one = counted(plan, backward)
@@ -74,7 +73,7 @@ def test_what_changes_is_found_at_few_places(plan: Plan, backward: bool) -> None
         assert (marks[step] == (counts[step] != counts[step - 1]).any(axis=0)).all()
 
 
-@settings(max_examples=share_of(80))
+@settings(max_examples=80)
 @given(
     plans(12),
     st.sampled_from(MACHINES),
@@ -113,7 +112,7 @@ def test_a_sweep_is_the_recurrence(
         assert shown[sent.post, sent.source, sent.target] == pytest.approx((begun, sent.seconds), rel=CLOSE)
 
 
-@settings(max_examples=share_of(40))
+@settings(max_examples=40)
 @given(plans(24), st.sampled_from(MACHINES), st.booleans(), st.data())
 def test_all_that_is_told_is_what_the_steps_tell(
     plan: Plan, machine: Machine, backward: bool, data: st.DataObject
