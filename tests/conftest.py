@@ -77,7 +77,8 @@ def warm_ranks() -> Iterator[None]:
 
     context = multiprocessing.get_context("forkserver")
     ours = ["pytest", "hydra", "torch.distributed.device_mesh", "torch._dynamo", "ringattn.nn", "ringattn.cli.run"]
-    ours += ["ringattn.simulator.timing.auto", "ringattn.kernels.aten_cpu"]  # imported by a first call
+    # What a first call imports, and what programs of examples import.
+    ours += ["ringattn.simulator.timing.auto", "ringattn.kernels.aten_cpu", "torch.distributed.checkpoint.state_dict"]
     # What the collected tests call on ranks, with the libraries of which it is made.
     ours += [path.stem for path in Path(HELPERS).glob("*.py") if path.stem in sys.modules] + ["frozen"]
     context.set_forkserver_preload(ours)
@@ -128,8 +129,12 @@ def inside(
     torch has been imported here already.
     """
     from command_line import ended, split
+    from hydra._internal.hydra import Hydra
 
     from ringattn.cli.main import main
+
+    # Hydra composes a configuration twice, first to ask it for the mode, which the words say; it takes most of a call.
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
 
     def call(*arguments: str, cwd: Path = tmp_path, status: int | None = 0) -> subprocess.CompletedProcess[str]:
         for name in ("RANK", "WORLD_SIZE"):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Inside, room, started
+from command_line import Inside, ringattn, room, started
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
@@ -49,8 +49,7 @@ def test_only_failures_to_write_are_told_as_such(tmp_path: Path) -> None:
 def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     """The output is 1 MiB, and the files that a run needs are less than a tenth of that. Every rank is told."""
     common = ("tokens=2k", "heads=8", "head_dim=16", "repeat=1", "threads=1", "input=random", "sample=0")
-    with room(200_000):
-        done = started("run", "ranks=2", *common, "output.path=o.safetensors", cwd=tmp_path, status=2)
+    done = ringattn("run", "ranks=2", *common, "output.path=o.safetensors", cwd=tmp_path, largest=200_000, status=2)
     assert "o.safetensors: could not be written (" in done.stderr and "make room in" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]

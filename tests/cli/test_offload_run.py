@@ -128,8 +128,7 @@ def test_a_run_that_is_ended_leaves_no_file(
 def test_a_full_disk_leaves_no_file(tmp_path: Path, results: Path) -> None:
     stored(tmp_path, torch.float32)
     words = ("run", *DISK, "hydra.output_subdir=null", "hydra/job_logging=none")
-    with command_line.room(20_000):
-        done = command_line.started(*words, cwd=tmp_path, status=2)
+    done = command_line.ringattn(*words, cwd=tmp_path, largest=20_000, status=2)
     assert "results (File too large); give another output.path=" in done.stderr
     assert not list(results.iterdir())
 

@@ -11,15 +11,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import run as torchrun
 
 #: The fixtures `inside`, as `ringattn` in the process of the test, and `refused`, the line that such a call ends with.
 Inside = Callable[..., "subprocess.CompletedProcess[str]"]
 Refused = Callable[..., str]
 #: Variables of launchers, which a command of a user does not find.
 CLEARED = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+#: torchrun, as a script for `ringattn`.
+TORCHRUN = str(torchrun.__file__)
 
 
 def split(arguments: Sequence[str]) -> list[str]:
@@ -42,17 +46,19 @@ def ringattn(
     site: str = "",
     timeout: float = 120.0,
     status: int | None = 0,
+    largest: int = 0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """`ringattn ARGUMENTS`, or `python script ARGUMENTS`, in a fork of a process that has imported torch, see conftest.
 
     The import takes longer than most commands. `started` is for tests of what an import, a variable or a launcher does.
-    `site`: a folder of installed packages. `status`: the one that is expected, None for any. `variables`: those of the
-    environment.
+    `site`: a folder of installed packages. `status`: the one that is expected, None for any. `largest`: as `room`.
+    `variables`: those of the environment.
     """
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_run, args=(script, split(arguments), cwd, folder, site, variables))
+        work = (script, split(arguments), cwd, folder, site, largest, variables)
+        process = context.Process(target=_run, args=work)
         process.start()
         process.join(timeout)
         process.kill()
@@ -62,7 +68,9 @@ def ringattn(
     return ended(arguments, process.exitcode, out, err, status)
 
 
-def _run(script: str, arguments: list[str], cwd: Path, folder: str, site: str, variables: dict[str, str]) -> None:
+def _run(
+    script: str, arguments: list[str], cwd: Path, folder: str, site: str, largest: int, variables: dict[str, str]
+) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     for name in CLEARED:
@@ -75,7 +83,8 @@ def _run(script: str, arguments: list[str], cwd: Path, folder: str, site: str, v
     from ringattn.transport import launcher
 
     launcher.get_context = lambda method: multiprocessing.get_context("fork")  # type: ignore[assignment]
-    runpy.run_path(script, run_name="__main__") if script else main()
+    with room(largest) if largest else nullcontext():
+        runpy.run_path(script, run_name="__main__") if script else main()
 
 
 def started(

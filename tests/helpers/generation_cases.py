@@ -21,7 +21,7 @@ from ringattn.integrations.transformers import RingCache, parallelize, unparalle
 
 #: Ways of generating by name; "assistant" gets a smaller model.
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_new_tokens": 64},
+    "greedy": {"max_new_tokens": 32},
     "sampled": {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3},
     "beams": {"max_new_tokens": 12, "num_beams": 3},
     "lookup": {"max_new_tokens": 16, "prompt_lookup_num_tokens": 3},
@@ -87,13 +87,13 @@ def conversations(rank: int, windows: str) -> tuple[float, float, int]:
 
     def converse() -> tuple[Any, torch.Tensor, torch.Tensor, int]:
         beside = DynamicCache(config=alone.config)
-        told = generate(alone, **first, max_new_tokens=64, past_key_values=beside)
+        told = generate(alone, **first, max_new_tokens=32, past_key_values=beside)
         turn = torch.cat([told[0], more], 1)
         right = alone.generate(turn, max_new_tokens=8, past_key_values=beside)
         return told, turn, right, beside.get_seq_length()
 
     told, turn, right, length = of_first(converse)
-    one = far(generate(model, **first, max_new_tokens=64, past_key_values=past), told)
+    one = far(generate(model, **first, max_new_tokens=32, past_key_values=past), told)
     mine = model.generate(turn, max_new_tokens=8, past_key_values=past)
     assert past.get_seq_length() == length, "tokens of the first turn were computed again"
     held = torch.tensor(sum(map(len, past.cache.rows(0))))

@@ -468,9 +468,17 @@ def make_ids() -> torch.Tensor:
 
 
 def one(
-    rank: int, name: str, bound: float = BOUND, fields: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+    rank: int,
+    name: str,
+    bound: float = BOUND,
+    fields: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    half: int | None = None,
 ) -> dict[str, str]:
-    """What a rank of three finds for each mode of a class with these fields set, and for 2 and 3 ranks."""
+    """What a rank of three finds for each mode of a class with these fields set, and for 2 and 3 ranks.
+
+    half: 0 or 1 for each mode on one of these numbers only, every other one on 2.
+    """
     torch.set_default_dtype(dtype)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -487,6 +495,8 @@ def one(
         ours = {layout: parallelize(copy.deepcopy(model), group, layout=layout) for layout, group in groups.items()}
         modes = list(parts_of(model))
         runs = list(product(("zigzag", "contiguous"), modes))
+        if half is not None:
+            runs = [run for i, run in enumerate(runs) if (i + i // len(modes)) % 2 == half]
         if fields:  # a kind of batch for each layout
             padded = next(mode for mode in modes if mode.startswith("padded"))
             runs = [run for run in runs if run in (("zigzag", padded), ("contiguous", "packed"))]

@@ -12,6 +12,7 @@ import torch
 from generations import MOST, PATTERNS, Generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shares import share_of
 from torch.distributed import ProcessGroup
 
 import ringattn as ra
@@ -53,7 +54,7 @@ def counters(cache: ra.KVCache) -> list[Counters]:
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=share_of(25))
 @given(
     pattern=st.sampled_from(PATTERNS),
     ranks=st.integers(1, 5),

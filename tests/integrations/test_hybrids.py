@@ -8,6 +8,7 @@ from typing import Any
 import hybrid_cases
 import pytest
 import sweep
+import torch
 
 Run = Callable[..., list[Any]]
 pytestmark = pytest.mark.multi
@@ -15,9 +16,9 @@ pytestmark = pytest.mark.multi
 CLASSES = ("Qwen3Next", "KimiLinear", "Zamba2", "Jamba", "Lfm2", "FalconH1")
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_packed_padded_and_checkpointed_rows_equal_documents_alone(run_ranks: Run, name: str) -> None:
-    found = run_ranks(sweep.one, 3, f"{name}ForCausalLM", 1e-5, timeout=120)
+@pytest.mark.parametrize(("half", "name"), [(i % 2, name) for i, name in enumerate(CLASSES)])
+def test_packed_padded_and_checkpointed_rows_equal_documents_alone(run_ranks: Run, half: int, name: str) -> None:
+    found = run_ranks(sweep.one, 3, f"{name}ForCausalLM", 1e-5, None, torch.float32, half, timeout=120)
     assert sweep.verdict(found) == "exact", found
 
 

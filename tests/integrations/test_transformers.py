@@ -36,7 +36,9 @@ Run = Callable[..., list[Any]]
 #: transformers takes losses of fp32 logits, also where a model is in fp64.
 DIFFERENCES: list[tuple[Callable[..., dict[str, float]], tuple[Any, ...], float]] = [
     (model_cases.agreements, (list(model_cases.MODELS), 61), 16 * EPS),
-    *((model_cases.by_length, (name, *how), 32 * EPS) for name in model_cases.LENGTHS for how in model_cases.CUTS),
+    *((model_cases.by_length, ("longrope", *how), 32 * EPS) for how in model_cases.CUTS),
+    (model_cases.by_length, ("dynamic", "zigzag", "packed"), 32 * EPS),
+    (model_cases.by_length, ("yarn, scaled", "zigzag", "padded"), 32 * EPS),
     *((model_cases.losses, (name,), 32 * EPS) for name in model_cases.LOSSES),
     *((model_cases.sequences, how, 1e-5) for how in (("left", "zigzag"), ("right", "layers"))),
     (model_cases.balanced_layers, ("GPT-OSS, sinks",), 32 * EPS),
@@ -93,9 +95,10 @@ def test_masks_of_layers_are_read_from_the_model() -> None:
     assert adapter.LayerMasks.of(model_cases.make("Llama")) == adapter.LayerMasks((ra.Causal(),), (2,))
 
 
-#: Heads of encoders and decoders: compared on 2 and 3 ranks, packed, padded and checkpointed, with each sequence alone.
+#: Heads of encoders and decoders: packed, padded and checkpointed rows, with each sequence alone; every other kind of
+#: batch on 2 ranks, the others on 3.
 HEADS = (
-    *("BertForTokenClassification", "BertForSequenceClassification", "BertModel", "EuroBertForSequenceClassification"),
+    *("BertForTokenClassification", "BertModel", "EuroBertForSequenceClassification"),
     *("RobertaForMaskedLM", "RobertaForSequenceClassification", "ModernBertForSequenceClassification"),
     *("ModernBertForMaskedLM", "LlamaForTokenClassification", "LlamaForSequenceClassification"),
     "LlamaForQuestionAnswering",
@@ -103,9 +106,10 @@ HEADS = (
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_are_those_of_sequences_alone(run_ranks: Run, name: str) -> None:
-    assert sweep.verdict(run_ranks(sweep.one, 3, name, 1e-5, timeout=120)) == "exact"
+@pytest.mark.parametrize(("half", "name"), [(i % 2, name) for i, name in enumerate(HEADS)])
+def test_heads_are_those_of_sequences_alone(run_ranks: Run, half: int, name: str) -> None:
+    found = run_ranks(sweep.one, 3, name, 1e-5, None, torch.float32, half, timeout=120)
+    assert sweep.verdict(found) == "exact"
 
 
 @pytest.mark.multi
@@ -199,8 +203,10 @@ def test_the_page_of_classes_says_what_the_code_does(run_ranks: Run) -> None:
     assert f"Of {len(table)} classes and variants 0 are wrong, 0 are crashed, {counts['refused']} are refused" in page
     if f"transformers {transformers.__version__} run" not in page:
         pytest.skip("the page is that of another version of transformers")
-    for name in SAMPLE:
-        assert sweep.row(name, sweep.verdict(run_ranks(sweep.one, 3, name, timeout=120))) in table, name
+    for i, name in enumerate(SAMPLE):
+        half = i % 2 if [name, "exact", ""] in table else None  # a refusal names all kinds of batches
+        found = run_ranks(sweep.one, 3, name, sweep.BOUND, None, torch.float32, half, timeout=120)
+        assert sweep.row(name, sweep.verdict(found)) in table, name
 
 
 def test_the_page_of_classes_and_the_code_refuse_the_same_classes() -> None:

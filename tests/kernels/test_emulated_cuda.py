@@ -7,6 +7,7 @@ import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -269,7 +270,12 @@ def test_emulated_flash_misreads_windows(ops: EmulatedOps) -> None:
     assert wrong > 3
 
 
-MATRIX = list(covering_cases(seed=1, most=304))
+@cache
+def matrix() -> list[RingCase]:
+    """The rings that are compared, which take seconds to choose."""
+    return list(covering_cases(seed=1, most=304))
+
+
 CHUNKS = 12
 
 
@@ -280,7 +286,7 @@ def test_virtual_rings(chunk: int) -> None:
     An error of 5 times what storing results in their dtype costs is a wrong number. Every visit rounds its results, and
     a ring has up to 4 visits.
     """
-    for number, case in list(enumerate(MATRIX))[chunk::CHUNKS]:
+    for number, case in list(enumerate(matrix()))[chunk::CHUNKS]:
         assert ratio_of(case, seed=number) <= 5, case
 
 
@@ -288,7 +294,7 @@ def test_the_matrix_covers_pairs() -> None:
     """Each value of a field meets nearly every value of each other field."""
     source = Random(0)
     possible = set[object]().union(*(pairs(random_case(source)) for _ in range(4000)))
-    met = set[object]().union(*map(pairs, MATRIX))
+    met = set[object]().union(*map(pairs, matrix()))
     assert len(possible - met) <= 0.01 * len(possible)
 
 

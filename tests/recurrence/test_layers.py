@@ -11,13 +11,14 @@ import pytest
 import recurrence_cases
 import torch
 from recurrence_cases import KINDS, draw, draw_hard, error, oracle, run_virtual
+from shares import share_of
 
 import ringattn as ra
 from ringattn.recurrence import runs
 
 Run = Callable[..., list[Any]]
 #: Random calls of each kind.
-CASES = 30
+CASES = share_of(30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,7 +41,7 @@ def by_scan(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_a_scan_composes_the_same_states(kind: str, by_scan: None) -> None:
-    for seed in range(8):
+    for seed in range(share_of(8)):
         case = draw(seed + 1000, kind, ranks=5)
         expected = oracle(case)
         assert error(run_virtual(case), expected) <= max(8 * error(run_virtual(case, 1), expected), 1e-12), seed
@@ -49,7 +50,8 @@ def test_a_scan_composes_the_same_states(kind: str, by_scan: None) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int) -> None:
-    assert run_ranks(recurrence_cases.equals_virtual, ranks, 42, timeout=120) == [42] * ranks
+    count = share_of(42)
+    assert run_ranks(recurrence_cases.equals_virtual, ranks, count, timeout=120) == [count] * ranks
 
 
 @pytest.mark.multi
@@ -73,7 +75,7 @@ def test_wrong_calls_raise_on_every_rank(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_strong_decays_and_second_derivatives_are_exact(kind: str) -> None:
-    for seed in range(4):
+    for seed in range(share_of(6)):
         case = draw_hard(seed, kind)
         found = run_virtual(case)
         assert all(x.dtype == torch.float32 for x in found.values())
@@ -91,7 +93,7 @@ def test_derivatives_of_one_input_and_of_different_orders(run_ranks: Run) -> Non
         assert first == others[-1] == "fine" and "disagree about which backward" in others[0]
 
 
-@pytest.mark.parametrize("log", [-1e3, -1e5, -math.inf])
+@pytest.mark.parametrize("log", [-1e3, -math.inf])
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "ssd"])
 def test_a_strong_decay_beside_weak_ones(kind: str, log: float) -> None:
     """A token whose decay ends all before it, in one run and at its borders; the others are not rounded to it."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from command_line import ringattn
+from command_line import TORCHRUN, ringattn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,18 +16,11 @@ SMALL = ("tokens=96", "model.width=32", "model.window=20", "checkpoint_every=2")
 
 
 def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The example in a working folder, small, by Python or by a launcher."""
+    """The example in a working folder, small, by Python or, with its options, by torchrun."""
     script = str(ROOT / "examples/train_lm/train.py")
-    if not launcher:
-        return ringattn(*SMALL, *overrides, cwd=folder, script=script, status=None)
-    return subprocess.run(
-        [sys.executable, *launcher, script, *SMALL, *overrides],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
+    words = (*launcher, script, *SMALL, *overrides) if launcher else (*SMALL, *overrides)
+    return ringattn(
+        *words, cwd=folder, script=TORCHRUN if launcher else script, timeout=150, status=None, PYTHONPATH=str(ROOT)
     )
 
 
@@ -41,7 +32,7 @@ def losses(output: Path) -> list[float]:
 
 @pytest.mark.multi
 def test_losses_depend_neither_on_ranks_nor_on_a_restart(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=2")
+    launcher = ("--standalone", "--max-restarts=1", "--nproc-per-node=2")
     for done in (
         run(tmp_path, "output=one", "steps=5"),
         run(tmp_path, "output=two", "steps=5", "cp=2", "kill_at=3", launcher=launcher),

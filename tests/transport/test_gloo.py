@@ -27,7 +27,7 @@ def test_no_message_outlives_its_call(run_ranks: Run) -> None:
     ("ranks", "dtype", "heads"), [(2, "float32", (4, 2)), (3, "float64", (3, 1)), (4, "bfloat16", (4, 1))]
 )  # another dtype of each number of ranks: test_mpi.py
 def test_gloo_equals_virtual_and_the_plan(run_ranks: Run, ranks: int, dtype: str, heads: tuple[int, int]) -> None:
-    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [40] * ranks
+    assert run_ranks(rank_cases.equals_virtual, ranks, dtype, heads, timeout=120) == [20] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

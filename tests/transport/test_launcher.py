@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import active_children, get_context
@@ -20,6 +20,7 @@ from ringattn.cli.config.groups import TransportGroup
 from ringattn.cli.config.schema import RunConfig
 from ringattn.cli.ranks import _set_cuda_device
 from ringattn.errors import InvalidInput, LaunchFailure
+from ringattn.transport import launcher
 from ringattn.transport.launcher import Launch, detect, init_process_group
 
 Run = Callable[..., list[Any]]
@@ -51,28 +52,27 @@ def test_a_failing_rank_is_named(new_ranks: Run, how: str, words: list[str]) -> 
     assert active_children() == []
 
 
+def start_ranks(folder: str) -> None:
+    """Start two ranks, one of which hangs, with temporary files in `folder`."""
+    tempfile.tempdir = folder
+    launcher.get_context = lambda method: get_context("fork")  # type: ignore[assignment]
+    launcher.run_local(rank_cases.fail, 2, "hang", timeout=150)
+
+
 @multi
 def test_ranks_die_with_their_parent(tmp_path: Any) -> None:
     """The parent is killed with SIGKILL while its ranks sleep. Its temporary folder goes, too."""
     (temporary := tmp_path / "tmp").mkdir()
-    script = (
-        f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
-        "import rank_cases\n"
-        "from ringattn.transport.launcher import run_local\n"
-        "if __name__ == '__main__':\n"
-        "    run_local(rank_cases.fail, 2, 'hang', timeout=150)\n"
-    )
-    main = tmp_path / "main.py"
-    main.write_text(script)
-    parent = subprocess.Popen([sys.executable, str(main)], env={**os.environ, "TMPDIR": str(temporary)})
+    parent = get_context("forkserver").Process(target=start_ranks, args=(str(temporary),))
+    parent.start()
     deadline = time.monotonic() + 90
     while not any("about to hang" in log.read_text() for log in temporary.glob("ringattn-*/rank_0001.log")):
-        assert time.monotonic() < deadline and parent.poll() is None
+        assert time.monotonic() < deadline and parent.is_alive()
         time.sleep(0.1)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True).stdout
     assert list(temporary.glob("ringattn-*"))
     parent.kill()
-    parent.wait()
+    parent.join()
     time.sleep(1.0)
     assert not list(temporary.glob("ringattn-*"))
     for pid in children.split():

@@ -14,8 +14,12 @@ from typing import Any
 import group_cases
 import pytest
 import torch
+import yaml
+from command_line import ringattn
 from group_cases import check_order
 from rank_cases import check_told
+
+from ringattn.machine.file import read_machine
 
 Run = Callable[..., Any]
 pytestmark = pytest.mark.mpi
@@ -50,7 +54,7 @@ def found(mpirun: Run) -> Callable[[int, str], Any]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_mpi_equals_virtual_and_the_plan(found: Run, ranks: int) -> None:
-    assert found(ranks, "equals_virtual") == [16] * ranks
+    assert found(ranks, "equals_virtual") == [8] * ranks
 
 
 def test_reproducible_ranks_have_the_bits_of_one_process(found: Run) -> None:
@@ -111,10 +115,10 @@ def _alive(pid: str) -> bool:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_device_that_is_missing_is_told(start: Run, mpirun_path: str, tmp_path: Path) -> None:
-    command = [mpirun_path, "-n", "1", sys.executable, "-m", "ringattn", "run", "transport=mpi"]
-    done = start([*command, "transport.gpu_aware=true", "tokens=64"], cwd=tmp_path)
-    assert done.returncode != 0 and "Traceback" not in done.stderr
+def test_a_device_that_is_missing_is_told(tmp_path: Path) -> None:
+    words, place = "run transport=mpi transport.gpu_aware=true tokens=64", {"RANK": "0", "SIZE": "1"}
+    done = ringattn(words, cwd=tmp_path, status=2, **{f"OMPI_COMM_WORLD_{name}": x for name, x in place.items()})
+    assert "Traceback" not in done.stderr
     assert "transport.gpu_aware=true needs a CUDA device, but this rank sees none" in done.stderr
 
 
@@ -168,39 +172,56 @@ main()
 """
 
 
-def test_ranks_of_another_mpi_are_told_so(start: Run, tmp_path: Path) -> None:
+def test_ranks_of_another_mpi_are_told_so(tmp_path: Path) -> None:
     """The environment speaks of two ranks, and MPI, started by itself, is alone."""
-    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    done = start([sys.executable, "-m", "ringattn", "run", "transport=mpi", "tokens=64"], cwd=tmp_path, env=env)
-    assert done.returncode == 2
+    place = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = ringattn("run transport=mpi tokens=64", cwd=tmp_path, status=2, **place)
     assert "openmpi started 2 processes, but MPI sees 1:" in done.stderr
 
 
-def test_a_sweep_has_one_folder(start: Run, mpirun_path: str, tmp_path: Path) -> None:
-    """Only rank 0 writes, and what the other ranks give Hydra to write to is gone."""
+#: ringattn, one call after the other, as imports take long.
+CALLS = """
+import sys
+from ringattn.cli.main import main
+
+for words in sys.argv[1:]:
+    sys.argv = ["ringattn", *words.split()]
+    main()
+"""
+CALIBRATE = (
+    "calibrate transport=mpi rows=[16,64] widths=[8] messages=[256,1M] repeat=2 heads=2 head_dim=16 threads=1 "
+    "output.path=m.yaml"
+)
+WRONG = "run transport=mpi tokens=64 output.path=no/such/x.safetensors"
+
+
+def test_commands_of_two_ranks(start: Run, mpirun_path: str, tmp_path: Path) -> None:
+    """A sweep, of which only rank 0 writes, and what the other ranks give Hydra to write to is gone. One file from both
+    ranks of calibrate, with links and passes in it. One rank speaks for all in doctor. A wrong folder is told."""
     (scratch := tmp_path / "scratch").mkdir()
-    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn", "run", "-m", "transport=mpi", "tokens=64"]
-    done = start([*command, "heads=1", "repeat=1", "layout=zigzag,striped"], cwd=tmp_path, env={"TMPDIR": str(scratch)})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("forward time") == 2
-    assert len(list(tmp_path.glob("**/multirun.yaml"))) == 1 and len(list(tmp_path.glob("**/.hydra"))) == 2
+    words = ("run -m transport=mpi tokens=64 heads=1 repeat=1 layout=zigzag,striped", "doctor", CALIBRATE, WRONG)
+    command = [mpirun_path, "-n", "2", sys.executable, "-c", CALLS, *words]
+    done = start(command, cwd=tmp_path, env={"TMPDIR": str(scratch), "COLUMNS": "200"}, timeout=120)
+    assert done.returncode and "the folder no/such does not exist" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout.count("forward time") == 2
+    assert len(list(tmp_path.glob("**/multirun.yaml"))) == 1
+    assert len(list(tmp_path.glob("**/.hydra"))) == 3
     assert not [path for path in scratch.iterdir() if path.name.startswith("ringattn-")]
-
-
-def test_one_rank_speaks_for_all(
-    start: Run, mpirun_path: str, inside: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PMI_SIZE", "2")
-    for rank in "10":
-        monkeypatch.setenv("PMI_RANK", rank)
-        done = inside("plan", "tokens=1k", f"output.path={rank}.json")
-        assert ("Causal()" in done.stdout) == (tmp_path / f"{rank}.json").is_file() == (rank == "0")
-    command = [mpirun_path, "-n", "2", sys.executable, "-m", "ringattn"]
-    done = start([*command, "doctor"], cwd=tmp_path, env={"COLUMNS": "200"})
-    assert done.returncode == 0, done.stderr
+    record, machine = yaml.safe_load((tmp_path / "m.yaml").read_text()), read_machine(tmp_path / "m.yaml")
+    assert record["made"]["transport"] == "mpi" and record["made"]["ranks"] == 2
+    assert machine.source("bandwidth") == "measured" and len(machine.residuals) == 8 * 2
+    assert done.stdout.count("written") == 1
     assert done.stdout.count("ringattn doctor") == 1
     assert "mpich, rank 0 of 2" in done.stdout or "openmpi, rank 0 of 2" in done.stdout
     (library,) = (line for line in done.stdout.splitlines() if line.startswith("mpi library"))
     (where,) = (line for line in done.stdout.splitlines() if line.startswith("mpirun"))
     assert "Version" in library or "MPI" in library.removeprefix("mpi library")
     assert os.access(where.split()[1].rstrip(","), os.X_OK)
+
+
+def test_one_rank_speaks_for_all(inside: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for rank in "10":
+        monkeypatch.setenv("PMI_RANK", rank)
+        done = inside("plan", "tokens=1k", f"output.path={rank}.json")
+        assert ("Causal()" in done.stdout) == (tmp_path / f"{rank}.json").is_file() == (rank == "0")

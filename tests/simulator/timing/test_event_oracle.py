@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 from event_oracle import EventOracle
 from hypothesis import given
 from hypothesis import strategies as st
+from shares import share_of
 
 import ringattn as ra
 from ringattn import Causal, Full, Machine, Plan, Stall, Window, make_plan, predict, simulate
@@ -29,7 +29,7 @@ from ringattn.simulator.timing.window import window
 
 CLOSE = 1e-9
 #: Random plans that are compared.
-COUNT = int(os.environ.get("RINGATTN_TEST_PLANS", "300"))
+COUNT = share_of(300)
 #: Modelled and measured kernels, whose rates grow with the size of a call.
 RATES = KernelRates("any", forward=2e7, backward=1e7, softmax=4.0, slots=4, memory=1e7, launch=1e-4, visit=2e-4)
 GRIDS = [
