@@ -413,13 +413,23 @@ class Plan(PlanSizes):
         travels, shard = (ring_plan.forward_rotates, ring_plan.rotates), self.layout_of("q").shard(rank)
         return Listing(self.hash, self.ranks, steps, shard, travels, self.part_bytes, pairs, block_rows, self.block)
 
+    def visited(self, rank: int, step: Step) -> dict[int, tuple[int, int]]:
+        """By owner of a block that `rank` visits in a step of the forward: (pairs that it computes, all its pairs).
+
+        With Ulysses groups, owners are numbered by group, as in `listing`.
+        """
+        plan, place = self.ring_plan(rank)
+        passes_q, queries, keys = plan.forward_rotates == "q", plan.layout_of("q"), plan.layout
+        found = {}
+        for owner in {part.owner: None for part in step.visits}:
+            mine, theirs = (owner, place) if passes_q else (place, owner)
+            found[owner] = plan.demand.pairs(mine, theirs), plan.heads * queries.rows(mine) * keys.rows(theirs)
+        return found
+
     def _level(self, rank: int, step: Step) -> int:
         """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""
-        plan, place = self.ring_plan(rank)
-        passes_q = plan.forward_rotates == "q"
-        visits = {(part.owner, place) if passes_q else (place, part.owner) for part in step.visits}
-        all_pairs = sum(plan.layout_of("q").rows(rank) * plan.layout.rows(owner) for rank, owner in visits) * plan.heads
-        pairs = sum(plan.demand.pairs(rank, owner) for rank, owner in visits)
+        visited = self.visited(rank, step).values()
+        pairs, all_pairs = (sum(counts) for counts in zip((0, 0), *visited, strict=True))
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1
 
     def _sends(self, rank: int | None, backward: bool) -> list[Hop]:
@@ -427,8 +437,8 @@ class Plan(PlanSizes):
         return [hop for step in self._steps(rank, backward) for hop in step.sends]
 
     def _steps(self, rank: int | None, backward: bool) -> Iterator[Step]:
-        for one in map(self.for_rank, range(self.ranks) if rank is None else [rank]):
-            yield from one.backward if backward else one.forward
+        for one in range(self.ranks) if rank is None else [rank]:
+            yield from self.for_rank(one).backward if backward else self.forward_steps(one)
 
     def _inputs(self) -> dict[str, Any]:
         # A balanced layout may have been made for a pattern other than the plan's.

@@ -92,6 +92,13 @@ class AuditConfig:
                 check_writable(Path(path))
 
 
+@settings_of("play")
+class PlayConfig:
+    """The settings of `ringattn play`; conf/play.yaml explains them."""
+
+    port: int
+
+
 @settings_of("report")
 class ReportConfig:
     """The settings of `ringattn report`; conf/report.yaml explains each."""
