@@ -55,9 +55,7 @@ def _read(verb: str, settings: Mapping[str, Any]) -> PlanConfig | AdviseConfig:
     for key, value in settings.items():
         if key not in SETTINGS[verb]:
             hint = did_you_mean(key, SETTINGS[verb])
-            raise InvalidInput(
-                f"{key}: not a setting of this page; {hint}expected {', '.join(SETTINGS[verb])}"
-            )
+            raise InvalidInput(f"{key}: not a setting of this page; {hint}expected {', '.join(SETTINGS[verb])}")
         text = str(value).strip()
         if not text:
             raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
