@@ -22,6 +22,8 @@ INDEXING = ("argsort", "argmin", "argmax", "nonzero", "flatnonzero", "searchsort
 SUMMING = ("sum", "cumsum", "prod", "cumprod", "trace")
 #: Those that take indices of the default size only.
 COUNTING = ("repeat", "bincount")
+#: What a browser has not, or would have to load first.
+ABSENT = ("torch", "hydra", "omegaconf", "rich", "jinja2", "safetensors", "fcntl", "resource", "multiprocessing")
 
 
 def wide(value: Any) -> bool:
@@ -86,6 +88,7 @@ class Browser(ModuleType):
 if __name__ == "__main__":
     if sys.argv[1] == "narrow":
         sys.modules["numpy"] = Browser("numpy")
+        sys.modules |= dict.fromkeys(ABSENT)  # type: ignore[arg-type]
     from ringattn.lab.play.answer import answer
 
     for settings in json.load(sys.stdin):

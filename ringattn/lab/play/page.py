@@ -22,7 +22,7 @@ EXAMPLES = {
     "Causal": _example("Causal()", "64k", "8", "zigzag"),
     "Window": _example("Causal() & Window(4096)", "64k", "8", "contiguous"),
     "Packed": _example("Causal() & Documents(lengths=(20000, 30000, 15536))", "64k", "8", "balanced"),
-    "Dilated": _example("Dilated(segments=(2048, 8192, 65536), rates=(1, 4, 16))", "64k", "4", "contiguous", "direct"),
+    "Two nodes": _example("Causal()", "64k", "16", "zigzag", "double_ring"),
     "64 ranks": _example("Causal() & Window(16384) | Causal() & Sinks(64)", "1M", "64", "contiguous"),
     "1,024 ranks": _example("Causal() & Window(4096)", "4M", "1024", "contiguous"),
 }

@@ -13,10 +13,10 @@ from ringattn.lab.play.page import EXAMPLES
 
 CAUSAL = EXAMPLES["Causal"]
 SETTINGS = [
-    *(EXAMPLES[name] for name in ("Causal", "Window", "Packed", "Dilated")),
+    *(EXAMPLES[name] for name in ("Causal", "Window", "Packed", "Two nodes")),
     {**EXAMPLES["64 ranks"], "ranks": "24", "tokens": "3M"},
-    {**CAUSAL, "layout": "striped(64)", "schedule": "ulysses(4, direct)"},
-    {**CAUSAL, "ranks": "16", "schedule": "double_ring"},
+    {**CAUSAL, "tokens": "8k", "layout": "striped(64)", "schedule": "ulysses(4, direct)"},
+    {**CAUSAL, "pattern": "Dilated((2048, 8192, 65536), (1, 4, 16))", "schedule": "direct", "ranks": "4"},
     {**CAUSAL, "layout": "auto", "schedule": "auto", "ranks": "4"},
     {**CAUSAL, "tokens": "1G", "layout": "contiguous", "pattern": "Causal() & Window(1_000_000)"},
     {**CAUSAL, "tokens": "1G"},
