@@ -24,7 +24,7 @@ WORDS = (
     "`pip install ringattn` and `ringattn play` answer everything."
 )
 #: Folders of the package that no answer imports.
-UNUSED = {"kernels", "runtime", "inference", "nn", "train", "integrations", "audit", "bench", "calibrate", "study"}
+UNUSED = {"kernels", "runtime", "inference", "nn", "train", "integrations", "audit", "bench"}
 #: What Python runs in the browser; its value is called for each question.
 PROGRAM = """
 import json
@@ -45,23 +45,26 @@ def known_answers() -> dict[str, dict[str, Any]]:
     """What the page asks when it opens, for each of its examples: by verb and settings, as its script writes them."""
     asked = [("advise", ADVICE)]
     for example in EXAMPLES.values():
-        needs_machine = "double_ring" in example["schedule"]  # for the number of ranks of a node
-        listing = {name: value for name, value in example.items() if needs_machine or name != "machine"}
-        asked += [("plan", {**example, "steps": "true"}), ("plan", {**listing, "rank": "0"})]
-    return {
-        f"{verb}?{'&'.join(sorted(f'{name}={value}' for name, value in settings.items()))}": answer(settings, verb)
-        for verb, settings in asked
-    }
+        listing = {**example, "rank": "0"}
+        if "double_ring" not in example["schedule"]:  # which asks a machine for its ranks per node
+            del listing["machine"]
+        asked += [("plan", {**example, "steps": "true"}), ("plan", listing)]
+    known = {}
+    for verb, settings in asked:
+        words = sorted(f"{name}={value}" for name, value in settings.items())
+        known[f"{verb}?{'&'.join(words)}"] = answer(settings, verb)
+    return known
 
 
 def write(folder: Path) -> None:
     """Write the page into a folder, and beside it ringattn as an archive for Python in the browser."""
     folder.mkdir(parents=True, exist_ok=True)
-    site = {"answers": known_answers(), "pyodide": PYODIDE, "hashes": HASHES, "words": WORDS, "program": PROGRAM}
-    (folder / "index.html").write_text(render({**site, "archive": "ringattn.zip", "home": "../index.html"}))
+    python = {"pyodide": PYODIDE, "hashes": HASHES, "archive": "ringattn.zip", "program": PROGRAM}
+    site = {"answers": known_answers(), **python, "words": WORDS, "home": "../index.html"}
+    (folder / "index.html").write_text(render(site))
     with ZipFile(folder / "ringattn.zip", "w", ZIP_DEFLATED) as archive:
-        for path in sorted(path for kind in ("py", "yaml") for path in ROOT.glob(f"ringattn/**/*.{kind}")):
-            if not {*path.relative_to(ROOT).parts} & UNUSED:
+        for path in sorted(ROOT.glob("ringattn/**/*.*")):
+            if path.suffix in (".py", ".yaml") and not {*path.relative_to(ROOT).parts} & UNUSED:
                 archive.write(path, path.relative_to(ROOT))
         for path in sorted(ROOT.glob("conf/**/*.yaml")):
             archive.write(path, Path("ringattn") / path.relative_to(ROOT))

@@ -56,8 +56,9 @@ def _count(plan: Plan, config: PlanConfig, machine: Machine) -> dict[str, Any]:
     # `lookups` is None if even the steps of one rank take too long to count.
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
     listed = plan.ranks if counts_all else min(plan.ranks, TABLE_RANKS)
-    ranks = [] if lookups is None else [plan.ranks * i // listed for i in range(listed)]
-    totals = _count_totals(plan, counts_all)
+    chosen = [] if lookups is None else [plan.ranks * i // listed for i in range(listed)]
+    ranks = _count_ranks(plan, chosen, config.steps)
+    totals = _count_totals(plan, ranks if counts_all else [])
     if plan.reproducible is not None and counts_all:
         totals["reproducible"] = count_nodes(plan)
     state = config.state_sizes()
@@ -68,7 +69,7 @@ def _count(plan: Plan, config: PlanConfig, machine: Machine) -> dict[str, Any]:
         **({} if state is None else {"recurrence": _count_recurrence(plan, *state)}),
         "documents": [{"tokens": tokens, "ranks": ranks} for tokens, ranks in plan.documents],
         "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
-        "ranks": _count_ranks(plan, ranks, config.steps),
+        "ranks": ranks,
     }
     named = config.machine != default_of(config, "machine")
     timed = {}
@@ -93,13 +94,14 @@ def _count_recurrence(plan: Plan, heads: int, keys: int, values: int) -> dict[st
     return {"way": states.way, "rounds": len(states.rounds), "bytes": sum(sent), "messages": len(sent)}
 
 
-def _count_totals(plan: Plan, counts_all: bool) -> dict[str, Any]:
-    """The pairs of a plan; with `counts_all`, also its imbalance and the bytes and messages of each pass."""
-    totals: dict[str, Any] = {"pairs": plan.pairs(), "dense_pairs": plan.heads * plan.q_tokens * plan.tokens}
-    if counts_all:
-        totals["imbalance"] = plan.imbalance
+def _count_totals(plan: Plan, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pairs of a plan; with the counts of all `ranks`, also its imbalance and what they send in each pass."""
+    pairs = plan.pairs()
+    totals: dict[str, Any] = {"pairs": pairs, "dense_pairs": plan.heads * plan.q_tokens * plan.tokens}
+    if ranks:
+        totals["imbalance"] = max(one["pairs"] for one in ranks) * plan.ranks / pairs if pairs else 1.0
         for name, backward in DIRECTIONS.items():
-            sent = _count_sent(plan, None, backward)
+            sent = {unit: sum(one[name][unit] for one in ranks) for unit in ("bytes", "messages")}
             totals[name] = {**sent, "full_ring_bytes": plan.full_ring_bytes(backward=backward)}
     return totals
 
@@ -121,8 +123,8 @@ def _count_ranks(plan: Plan, ranks: Sequence[int], steps: bool) -> list[dict[str
     ]
 
 
-def _count_sent(plan: Plan, rank: int | None, backward: bool) -> dict[str, int]:
-    """The bytes and messages sent in a pass by `rank`; by all ranks if it is None."""
+def _count_sent(plan: Plan, rank: int, backward: bool) -> dict[str, int]:
+    """The bytes and messages that a rank sends in a pass."""
     return {"bytes": plan.bytes_sent(rank, backward=backward), "messages": plan.messages(rank, backward=backward)}
 
 

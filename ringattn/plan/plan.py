@@ -70,13 +70,13 @@ class Rotation:
             return self._count_steps(self.keys.backward), self._count_steps(self.queries.backward_of_queries)
         return keys, queries
 
-    def steps(self, rank: int) -> RankPlan:
-        """What `rank` does at each step of the forward and the backward."""
+    def steps(self, rank: int, forward: tuple[Step, ...] | None = None) -> RankPlan:
+        """What `rank` does at each step of the forward, unless that is given, and of the backward."""
         if self.chosen == "kv":
             backward, saved = self.keys.backward(rank), self.keys.saved_parts(rank) if self.keys.saves else ()
         else:
             backward, saved = self.queries.backward_of_queries(rank), ()
-        return RankPlan(rank, self.forward(rank), backward, saved)
+        return RankPlan(rank, self.forward(rank) if forward is None else forward, backward, saved)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
         """(bytes between nodes, all bytes) that the ranks of `sampled_owners` send in their steps."""
@@ -187,15 +187,19 @@ class Plan(PlanSizes):
 
     def for_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, without planning the other ranks."""
-        if not 0 <= rank < self.ranks:
-            raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
+        self._check_rank(rank)
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
         return self.plan_rank(rank)
 
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
+
     @cached
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         """What one rank does at each step of the forward; does not plan the backward unless it has to."""
+        self._check_rank(rank)
         if not self.batch:
             return ()
         if self.ulysses_size == 1:
@@ -208,7 +212,9 @@ class Plan(PlanSizes):
         """The result of `for_rank` for a plan whose batch is not empty."""
         if self.ulysses_size == 1:
             steps = self._rotation.steps
-            return steps(rank) if self.reproducible is None else self.leaves.send_home(rank, steps)
+            if self.reproducible is None:
+                return steps(rank, self.forward_steps(rank))
+            return self.leaves.send_home(rank, steps)
         ring_plan, place = self.ring_plan(rank)
         return self._with_exchanges(replace(ring_plan.for_rank(place), rank=rank))
 
