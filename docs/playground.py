@@ -21,7 +21,7 @@ HASHES = {
 }
 WORDS = (
     "Only the examples, and the advice first shown, answer here: Python could not be loaded. On your computer, "
-    "`pip install ringattn` and `ringattn play` answer everything."
+    "`ringattn play` answers everything."
 )
 #: Folders of the package that no answer imports.
 UNUSED = {"kernels", "runtime", "inference", "nn", "train", "integrations", "audit", "bench"}
