@@ -23,8 +23,9 @@ from .config.schema import PlanConfig
 #: Count all ranks of a plan with up to SMALL_RANKS ranks; of a larger one only if this takes at most MAX_LOOKUPS tile
 #: lookups.
 SMALL_RANKS, MAX_LOOKUPS = 64, 1_800_000
-#: The most ranks shown in the table, spread evenly over all ranks.
-TABLE_RANKS = 16
+#: The most ranks shown in the table, spread evenly over all ranks. Where not all ranks are counted, there are fewer if
+#: these would take more than TABLE_LOOKUPS.
+TABLE_RANKS, TABLE_LOOKUPS = 16, 200_000
 #: Names of the passes, and whether each is a backward.
 DIRECTIONS = {"forward": False, "backward": True}
 TOTALS_LEFT_OUT = "left out: they need the steps of every rank"
@@ -55,8 +56,11 @@ def _count(plan: Plan, config: PlanConfig, machine: Machine) -> dict[str, Any]:
     lookups = count_lookups(plan, plan.ranks // 2) if plan.ranks > SMALL_RANKS else 0
     # `lookups` is None if even the steps of one rank take too long to count.
     counts_all = lookups is not None and lookups * plan.ranks <= MAX_LOOKUPS
-    listed = plan.ranks if counts_all else min(plan.ranks, TABLE_RANKS)
-    chosen = [] if lookups is None else [plan.ranks * i // listed for i in range(listed)]
+    if counts_all:
+        listed = plan.ranks
+    else:
+        listed = 0 if lookups is None else max(min(TABLE_RANKS, TABLE_LOOKUPS // lookups), 1)
+    chosen = [plan.ranks * i // listed for i in range(listed)]
     ranks = _count_ranks(plan, chosen, config.steps)
     totals = _count_totals(plan, ranks if counts_all else [])
     if plan.reproducible is not None and counts_all:
