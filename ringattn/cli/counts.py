@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import Unsupported
 from ..machine.machine import Machine
 from ..machine.presets import get_machine
 from ..plan.choice import choice_record
@@ -75,17 +76,19 @@ def _count(plan: Plan, config: PlanConfig, machine: Machine) -> dict[str, Any]:
         "totals_left_out": None if counts_all else TOTALS_LEFT_OUT,
         "ranks": ranks,
     }
-    named = config.machine != default_of(config, "machine")
     timed = {}
-    if named:
-        source = config.machine.path or config.machine.spec
-        timed["modelled"] = {"machine": source, **_model(plan, machine)} if counts_all and plan.batch else None
+    if config.machine != default_of(config, "machine"):  # of a larger plan, only what needs no steps
+        modelled = _model(plan, machine, "auto" if counts_all else "stencil") if plan.batch else None
+        timed["modelled"] = modelled and {"machine": config.machine.path or config.machine.spec, **modelled}
     return {**json.loads(plan.to_json()), "counted": counted, **timed, "choice": choice_record(plan.choice)}
 
 
-def _model(plan: Plan, machine: Machine) -> dict[str, Any]:
-    """The modelled time and memory of each pass."""
-    timelines = simulate_passes(plan, machine, True, {})
+def _model(plan: Plan, machine: Machine, solver: str) -> dict[str, Any] | None:
+    """The modelled time and memory of each pass; None if the solver cannot model the plan."""
+    try:
+        timelines = simulate_passes(plan, machine, True, {"solver": solver})
+    except Unsupported:
+        return None
     passes = {timeline.direction: record_pass(timeline) for timeline in timelines}
     return {**passes, "not modelled": timelines[0].unmodelled, "notes": timelines[0].notes}
 
