@@ -100,14 +100,15 @@ def _print(plan: Plan, record: dict[str, Any], *, ascii: bool) -> None:
         )
         numbers.append(Number("leaves", found, "counted"))
     numbers += _describe_documents(plan.documents)
-    for name in DIRECTIONS if modelled else ():
-        timed = modelled[name]
-        text = f"{duration(timed['seconds'])}, {size(sum(timed['memory'].values()))} of memory on a rank"
-        numbers.append(Number(f"{name} on {modelled['machine']}", text, "modelled"))
+    if modelled is not None:
+        for name in DIRECTIONS:
+            took, memory = duration(modelled[name]["seconds"]), size(sum(modelled[name]["memory"].values()))
+            on = f"{name} on {modelled['machine']}"
+            numbers.append(Number(on, f"{took}, {memory} of memory on a rank", "modelled"))
     numbers.append(Number("plan hash", plan.hash))
     print_numbers("", numbers if "imbalance" in totals else [*numbers, Number("totals", TOTALS_LEFT_OUT)])
     if plan.choice is not None:
         print_choice(plan.choice)
     if (recurrence := counted.get("recurrence")) is not None:
-        sent = f"{size(recurrence['bytes'])}, {plural(recurrence['messages'], 'message')}"
-        print_numbers("", [Number(f"{recurrence['way']} of states", f"sends {sent} in each pass", "counted")])
+        states = f"{size(recurrence['bytes'])}, {plural(recurrence['messages'], 'message')}"
+        print_numbers("", [Number(f"{recurrence['way']} of states", f"sends {states} in each pass", "counted")])
