@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 import figures  # noqa: E402  # beside this file
+import playground  # noqa: E402
 
 project = "ringattn"
 author = copyright = "The ringattn authors"
@@ -91,7 +92,7 @@ def link_files(app: Any, document: nodes.document) -> None:
 
 
 def write_data(app: Any) -> None:
-    """Draw the figures, and write the data of the page of classes and the reports of benchmarks into the site."""
+    """Draw the figures, and write the playground, the data of classes and the reports of benchmarks into the site."""
     figures.draw_all(HERE / "_generated")
     static, results = Path(app.outdir, "_static"), Path(app.outdir, "benchmarks")
     static.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,7 @@ def write_data(app: Any) -> None:
         rows = list(csv.reader(file))[1:]
     (static / "support_models_data.js").write_text(f"const CLASSES = {json.dumps(rows)};\n")
     write_site(ROOT / "benchmarks", results)
+    playground.write(Path(app.outdir, "playground"))
 
 
 def setup(app: Any) -> None:

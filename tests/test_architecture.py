@@ -33,8 +33,8 @@ NO_TORCH = [
     for name in FILES
     if re.match(
         r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|call\.planner|recurrence\.runs|transport\.launcher"
-        r"|simulator\.(timing|reporting|progress)|cli\.(config|main|plan|simulate)"
-        r"|lab\.(models|advise|pages|study|verbs\.(advise|simulate_model)))(\.|$)",
+        r"|simulator\.(timing|reporting|progress)|cli\.(config|counts|main|plan|simulate)"
+        r"|lab\.(models|advise|pages|play|study|verbs\.(advise|play|simulate_model)))(\.|$)",
         name,
     )
 ]

@@ -23,18 +23,12 @@ from ..call.functional import virtual_attention
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import STDOUT, check_json, check_writable, write_json, writing
+from ..plan.choice import choice_record
 from ..plan.plan import Plan
 from ..runtime import peak_memory as memory
 from ..simulator.numerics.oracle import oracle_rows, places, sampled_rows
 from ..simulator.progress import Listener
-from ..simulator.reporting.console import (
-    Number,
-    choice_record,
-    describe_sizes,
-    print_choice,
-    print_numbers,
-    show_progress,
-)
+from ..simulator.reporting.console import Number, describe_sizes, print_choice, print_numbers, show_progress
 from ..simulator.reporting.trace import write_trace
 from ..text import duration, plural, rate, size
 from ..transport.launcher import progress_stream

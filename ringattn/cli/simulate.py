@@ -10,12 +10,12 @@ from rich.console import Console
 
 from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
+from ..plan.choice import choice_record
 from ..plan.plan import Plan
 from ..registry import Registry
 from ..simulator.progress import listening
 from ..simulator.reporting.console import (
     Number,
-    choice_record,
     describe_plan,
     format_quantity,
     print_choice,
@@ -33,6 +33,7 @@ from .comparison import Cells, print_jobs
 from .config.build import plans_from_config, simulate_options
 from .config.groups import check_choice, refuse
 from .config.schema import SimulateConfig
+from .counts import record_pass
 
 #: The function that runs each mode except "timing". "study" and "model" are chosen by other settings.
 MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
@@ -40,8 +41,6 @@ MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
 )
 #: The most ranks and steps in a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
-#: Attributes of a timeline that are written to JSON unchanged.
-RECORDED = ("solver", "why", "seconds", "compute", "exposed", "memory", "total", "joules", "price")
 
 
 def main(config: SimulateConfig) -> dict[str, Any] | None:
@@ -191,8 +190,7 @@ def _record(plan: Plan, machine: Machine, timelines: list[Timeline], tables: dic
         "machine": machine_record(machine),
         "passes": {
             timeline.direction: {
-                **{name: getattr(timeline, name) for name in RECORDED},
-                "traffic": vars(timeline.traffic),
+                **record_pass(timeline),
                 "job": timeline.passes,
                 "failures": None if timeline.failures is None else vars(timeline.failures),
                 "words": {number.name.strip(): number.kind for number in tables[timeline.direction] if number.kind},

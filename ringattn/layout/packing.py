@@ -92,7 +92,7 @@ def pack(
 
 def _read(pattern: Pattern, tokens: int, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """(first key, last key, keys of a row) for each step of tokens, keys in steps; None if keys form several runs."""
-    first, bounds = np.arange(0, tokens, step), []
+    first, bounds = np.arange(0, tokens, step, dtype=np.int64), []
     last = first if step == 1 else np.minimum(first + step, tokens) - 1
     for x in (first,) if step == 1 else (first, last):
         if (run := pattern.run("keys", x, x)) is None:

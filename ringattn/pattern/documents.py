@@ -173,7 +173,7 @@ class Documents(Pattern):
         starts = self.starts
         if not isinstance(first, np.ndarray):
             return starts[bisect_right(starts, first) - 1], starts[bisect_right(starts, last)] - 1
-        edges = np.array(starts)
+        edges = np.array(starts, dtype=np.int64)
         # There may be far more positions than documents, so search the edges among the ascending positions.
         firsts, lasts = (np.diff(np.searchsorted(positions, edges)) for positions in (first, last))
         return np.repeat(edges[:-1], firsts), np.repeat(edges[1:] - 1, lasts)

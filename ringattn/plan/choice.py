@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..machine.machine import Machine
 from .schedules import split_ulysses
@@ -64,3 +65,15 @@ class Choice:
         """The fastest candidate with a prediction and without Ulysses groups; if there is none, the ring."""
         without = [candidate for candidate in self.candidates if split_ulysses(candidate.schedule)[0] == 1]
         return min((c for c in without if c.prediction is not None), key=lambda c: c.seconds, default=without[0])
+
+
+def choice_record(choice: Choice | None) -> dict[str, Any] | None:
+    """What `auto` compared, what it picked and why, as plain data; None for no choice."""
+    if choice is None:
+        return None
+    return {
+        "picked": str(choice.picked),
+        "kind": choice.kind,
+        "reason": choice.reason,
+        "candidates": [asdict(candidate) for candidate in choice.candidates],
+    }

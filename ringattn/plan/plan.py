@@ -70,13 +70,13 @@ class Rotation:
             return self._count_steps(self.keys.backward), self._count_steps(self.queries.backward_of_queries)
         return keys, queries
 
-    def steps(self, rank: int) -> RankPlan:
-        """What `rank` does at each step of the forward and the backward."""
+    def steps(self, rank: int, forward: tuple[Step, ...] | None = None) -> RankPlan:
+        """What `rank` does at each step of the forward, unless that is given, and of the backward."""
         if self.chosen == "kv":
             backward, saved = self.keys.backward(rank), self.keys.saved_parts(rank) if self.keys.saves else ()
         else:
             backward, saved = self.queries.backward_of_queries(rank), ()
-        return RankPlan(rank, self.forward(rank), backward, saved)
+        return RankPlan(rank, self.forward(rank) if forward is None else forward, backward, saved)
 
     def _count_steps(self, steps: Callable[[int], tuple[Step, ...]]) -> tuple[int, int]:
         """(bytes between nodes, all bytes) that the ranks of `sampled_owners` send in their steps."""
@@ -187,15 +187,19 @@ class Plan(PlanSizes):
 
     def for_rank(self, rank: int) -> RankPlan:
         """The steps of one rank, without planning the other ranks."""
-        if not 0 <= rank < self.ranks:
-            raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
+        self._check_rank(rank)
         if not self.batch:
             return RankPlan(rank, (), ())  # nothing to compute, nothing to send
         return self.plan_rank(rank)
 
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise InvalidInput(f"rank {rank} is not one of the {self.ranks} ranks 0 .. {self.ranks - 1} of the plan")
+
     @cached
     def forward_steps(self, rank: int) -> tuple[Step, ...]:
         """What one rank does at each step of the forward; does not plan the backward unless it has to."""
+        self._check_rank(rank)
         if not self.batch:
             return ()
         if self.ulysses_size == 1:
@@ -208,7 +212,9 @@ class Plan(PlanSizes):
         """The result of `for_rank` for a plan whose batch is not empty."""
         if self.ulysses_size == 1:
             steps = self._rotation.steps
-            return steps(rank) if self.reproducible is None else self.leaves.send_home(rank, steps)
+            if self.reproducible is None:
+                return steps(rank, self.forward_steps(rank))
+            return self.leaves.send_home(rank, steps)
         ring_plan, place = self.ring_plan(rank)
         return self._with_exchanges(replace(ring_plan.for_rank(place), rank=rank))
 
@@ -413,13 +419,23 @@ class Plan(PlanSizes):
         travels, shard = (ring_plan.forward_rotates, ring_plan.rotates), self.layout_of("q").shard(rank)
         return Listing(self.hash, self.ranks, steps, shard, travels, self.part_bytes, pairs, block_rows, self.block)
 
+    def visited(self, rank: int, step: Step) -> dict[int, tuple[int, int]]:
+        """By owner of a block that `rank` visits in a step of the forward: (pairs that it computes, all its pairs).
+
+        With Ulysses groups, owners are numbered by group, as in `listing`.
+        """
+        plan, place = self.ring_plan(rank)
+        passes_q, queries, keys = plan.forward_rotates == "q", plan.layout_of("q"), plan.layout
+        found = {}
+        for owner in {part.owner: None for part in step.visits}:
+            mine, theirs = (owner, place) if passes_q else (place, owner)
+            found[owner] = plan.demand.pairs(mine, theirs), plan.heads * queries.rows(mine) * keys.rows(theirs)
+        return found
+
     def _level(self, rank: int, step: Step) -> int:
         """The computed share of the pairs of the blocks that a step visits, as a level of `draw_steps`."""
-        plan, place = self.ring_plan(rank)
-        passes_q = plan.forward_rotates == "q"
-        visits = {(part.owner, place) if passes_q else (place, part.owner) for part in step.visits}
-        all_pairs = sum(plan.layout_of("q").rows(rank) * plan.layout.rows(owner) for rank, owner in visits) * plan.heads
-        pairs = sum(plan.demand.pairs(rank, owner) for rank, owner in visits)
+        visited = self.visited(rank, step).values()
+        pairs, all_pairs = (sum(counts) for counts in zip((0, 0), *visited, strict=True))
         return 0 if not pairs else 3 if pairs >= all_pairs else 2 if 2 * pairs >= all_pairs else 1
 
     def _sends(self, rank: int | None, backward: bool) -> list[Hop]:
@@ -427,8 +443,8 @@ class Plan(PlanSizes):
         return [hop for step in self._steps(rank, backward) for hop in step.sends]
 
     def _steps(self, rank: int | None, backward: bool) -> Iterator[Step]:
-        for one in map(self.for_rank, range(self.ranks) if rank is None else [rank]):
-            yield from one.backward if backward else one.forward
+        for one in range(self.ranks) if rank is None else [rank]:
+            yield from self.for_rank(one).backward if backward else self.forward_steps(one)
 
     def _inputs(self) -> dict[str, Any]:
         # A balanced layout may have been made for a pattern other than the plan's.

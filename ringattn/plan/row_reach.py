@@ -126,7 +126,7 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
     for rank, shard in enumerate(shards):
         places[rank, : len(shard)] = [number[run.start] for run in shard]
     block_runs = [(owner, run.start, len(run), number[run.start]) for owner in owners for run in shards[owner]]
-    owner, begin, length, own = np.array(block_runs).T[:, :, None]
+    owner, begin, length, own = np.array(block_runs, dtype=np.int64).T[:, :, None]
     by_distance = places[(owner + np.arange(layout.ranks)) % layout.ranks]
     left = np.full((count, layout.ranks), -1)
     right = np.full_like(left, len(runs))
@@ -134,7 +134,7 @@ def _list_runs(layout: Layout, owners: Sequence[int]) -> _Runs | None:
         left = np.maximum(left, np.where(place <= own, place, -1))
         right = np.minimum(right, np.where(place > own, place, len(runs)))
     borders = np.cumsum([0, *(len(shards[owner]) for owner in owners)]).tolist()
-    first, last = np.array(runs).T
+    first, last = np.array(runs, dtype=np.int64).T
     return _Runs(first, last, list(owners), borders, begin, length, left, right)
 
 
@@ -315,7 +315,7 @@ def find_row_reach(pattern: Pattern, side: Side, layout: Layout, owners: Sequenc
     if isinstance(layout, Striped) and 0 < tokens <= MOST_TOKENS and ranks <= MOST_RANKS:
         up, down = np.empty((2, tokens), dtype=np.int16)
         for part in _parts(tokens):
-            positions = np.arange(part.start, part.stop)
+            positions = np.arange(part.start, part.stop, dtype=np.int64)
             readers = pattern.run("queries" if side == "keys" else "keys", positions, positions)
             if readers is None:
                 return None

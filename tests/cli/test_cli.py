@@ -319,9 +319,7 @@ def test_run_on_a_file(inside: Inside, tmp_path: Path) -> None:
 def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
-    assert (
-        json.dumps(sorted(SCHEMAS)) == '["advise", "audit", "calibrate", "doctor", "plan", "report", "run", "simulate"]'
-    )
+    assert " ".join(sorted(SCHEMAS)) == "advise audit calibrate doctor plan play report run simulate"
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ class PlanConfig(TwoSides):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
     rank: int | None
+    steps: bool
     ascii: bool
     state: str | None
 
@@ -213,10 +214,13 @@ class PlanConfig(TwoSides):
         return sizes[0], sizes[1], sizes[2]
 
     def check(self) -> None:
-        """Raise InvalidInput if a machine is given but has no effect on the plan, or for a wrong `state`."""
+        """Raise InvalidInput for a setting that has no effect in combination with the others, or a wrong `state`."""
         self.state_sizes()
-        if not self.chooses:
-            refuse(self, "machine", "with a named layout and schedule; try schedule=auto, or ringattn simulate")
+        if self.rank is not None:
+            refuse(self, "steps", "with rank=, which lists the steps of one rank")
+            refuse(self, "" if self.chooses else "machine", "with rank=, a named layout and a named schedule")
+        elif self.output.path is None:
+            refuse(self, "steps", "without output.path= or --json: the steps are only written")
 
 
 @settings_of("simulate")

@@ -9,20 +9,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...cli.config.groups import default_of, refuse_stdout
+from ...cli.config.groups import refuse_stdout
 from ...cli.config.schema import parse_size
-from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
-from ...machine.presets import MACHINES, get_machine
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
-from ...text import did_you_mean
-from ..advise.advice import Advice, advise, explain, record, tabulate, torch_library
-from ..advise.search import Offer, Question
+from ..advise.advice import Advice, advise, explain, record, tabulate
+from ..advise.question import make_offers, make_question
 from ..advise.serving import Serving, ServingQuestion, serve
 from ..models.config import load_model
 from ..pages.figures import check_matplotlib
-from .settings import AdviseConfig, read_documents, read_software
+from .settings import AdviseConfig, read_software
 
 
 def main(config: AdviseConfig) -> None:
@@ -37,15 +34,7 @@ def main(config: AdviseConfig) -> None:
         )
         check_matplotlib("leave output.page out")
         check_writable(Path(config.output.page))
-    question = Question(
-        model=load_model(config.model.path or str(config.model.spec)),
-        offers=tuple(make_offers(config)),
-        tokens=parse_size(config.tokens, "tokens"),
-        gpus=config.gpus,
-        batch=config.batch,
-        software=read_software(config),
-        documents=read_documents(config),
-    )
+    question = make_question(config)
     with show_progress(Console(stderr=True)) as tell:
         advice = advise(question, config.by, tell)
     if config.output.path is not None:
@@ -100,47 +89,6 @@ def _print_serving(serving: Serving) -> None:
         print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
     print_paragraph(f"note: a {question.phase} has no published measurement here; attention at the rate of {library}")
-
-
-def make_offers(config: AdviseConfig) -> list[Offer]:
-    """Machines with a price per GPU-hour: those listed in `prices`, or else `machine` with its own price.
-
-    Raises InvalidInput.
-    """
-    if config.prices is None:
-        machine = config.machine.made(ranks=config.gpus)
-        offer = Offer(config.machine.path or config.machine.spec, machine, machine.price)
-        return [offer if config.machine.library or config.phase != "training" else _of_software(offer)]
-    if not isinstance(config.prices, dict) or not config.prices:
-        raise InvalidInput(
-            f"prices={config.prices}: expected prices per hour by machine, such as 'prices={{h100: 2.5, a100: 1.2}}'"
-        )
-    if config.machine != default_of(config, "machine"):
-        raise InvalidInput("machine= has no meaning beside prices=, which names the machines; leave one of them out")
-    offers = [_make_offer(str(name), price) for name, price in config.prices.items()]
-    return [_of_software(one) if config.phase == "training" and "/" not in one.name else one for one in offers]
-
-
-def _make_offer(name: str, price: object) -> Offer:
-    """The preset `name`, or the first preset whose name begins with `name` and `_`, at this price."""
-    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
-        raise InvalidInput(f"prices: {name}: {price!r} is not a price; give a number >= 0, such as {name}: 2.5")
-    found = next((preset for preset in MACHINES if preset == name or preset.startswith(f"{name}_")), None)
-    if found is None and "/" not in name:
-        raise InvalidInput(
-            f"prices: unknown machine {name!r}; {did_you_mean(name, MACHINES)}expected {', '.join(MACHINES)}, or the "
-            "part of a name before an underscore"
-        )
-    return Offer(found or name, get_machine(found or name), float(price))
-
-
-def _of_software(offer: Offer) -> Offer:
-    """The offer with the attention kernels of `torch_library`, if the machine is a preset."""
-    library = torch_library(offer)
-    if library is None or offer.machine.kernel_rates is None:
-        return offer
-    rates = get_machine(f"{offer.machine.preset}/{library}").kernel_rates
-    return replace(offer, machine=replace(offer.machine, kernel_rates=rates))
 
 
 def _print(advice: Advice) -> None:

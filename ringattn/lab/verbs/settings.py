@@ -90,6 +90,13 @@ class AuditConfig:
             make_folder(Path(self.output.scripts))
 
 
+@settings_of("play")
+class PlayConfig:
+    """The settings of `ringattn play`; conf/play.yaml explains them."""
+
+    port: int
+
+
 @settings_of("report")
 class ReportConfig:
     """The settings of `ringattn report`; conf/report.yaml explains each."""

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -169,18 +169,6 @@ def print_choice(choice: Choice, max_rows: int = 8) -> None:
         names = ", ".join(str(candidate) for candidate in choice.candidates if candidate.left_out == why)
         print_paragraph(f"left out ({why}): {names}")
     print_paragraph(f"auto: {choice.reason}")
-
-
-def choice_record(choice: Choice | None) -> dict[str, Any] | None:
-    """What `auto` compared, what it picked and why, as plain data; None for no choice."""
-    if choice is None:
-        return None
-    return {
-        "picked": str(choice.picked),
-        "kind": choice.kind,
-        "reason": choice.reason,
-        "candidates": [asdict(candidate) for candidate in choice.candidates],
-    }
 
 
 def get_console() -> Console:

@@ -101,7 +101,7 @@ def _make_dense_problem(rates: Rates, faults: Faults, band: Band, directions: tu
         size = float(band.rows * (moving_bytes + (last_row_bytes if first == ranks else 0)))
         messages: tuple[NeighborMessages, ...] = ()
         if size:
-            messages = (NeighborCosts(rates, faults, [(sign, size)], np.arange(ranks)).messages(sign),)
+            messages = (NeighborCosts(rates, faults, [(sign, size)], np.arange(ranks, dtype=np.int64)).messages(sign),)
         visit = (compute, merge if rates.merges(first == 0) else 0.0) if first < ranks else (0.0, 0.0)
         phases.append(Phase(stop - first, *visit, messages))
     phases = phases[::-1] if traffic.to_owner else phases

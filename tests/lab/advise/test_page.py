@@ -11,7 +11,8 @@ from browser import BROWSER, probe
 
 from ringattn import InvalidInput
 from ringattn.cli.config.groups import MachineGroup
-from ringattn.lab.verbs.advise import main, make_offers
+from ringattn.lab.advise.question import make_offers
+from ringattn.lab.verbs.advise import main
 from ringattn.lab.verbs.settings import AdviseConfig, AdviseOutputGroup
 
 PRICES = {"h100": 2.5, "a100_nvlink_ib": 0.2}

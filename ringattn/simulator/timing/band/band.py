@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ....plan.plan import Plan
 
 #: Pairs and rows change where the distance of two chunks is floor(limit / size) plus one of these, in either direction.
-AROUND = np.arange(-1, 3)
+AROUND = np.arange(-1, 3, dtype=np.int64)
 #: Limit on the pairs of a visit, and of one head in all visits of a rank, so that int64 does not overflow.
 MOST_PAIRS = 1 << 62
 
@@ -117,6 +117,7 @@ class Band:
         return pairs
 
     def _chunks_of(self, ranks: np.ndarray) -> list[np.ndarray]:
+        ranks = np.asarray(ranks, dtype=np.int64)  # products with rows and pairs follow
         return [ranks] if self.chunks == 1 else [ranks, 2 * self.ranks - 1 - ranks]
 
     def _rows_seen(self, chunk: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -290,7 +291,7 @@ def _limit_distances(band: Band) -> np.ndarray:
 def _pair_points(band: Band, turn: np.ndarray) -> Iterator[np.ndarray]:
     """Ranks at which the pairs of visits change (owner = rank - turn, modulo the ranks), and ranks beside a wrap."""
     ranks, limits = band.ranks, _limit_distances(band)
-    yield turn % ranks + np.arange(-1, 2)
+    yield turn % ranks + np.arange(-1, 2, dtype=np.int64)
     if band.chunks == 2:
         # Chunks rank and 2 ranks - 1 - owner are at a limit: rank + owner - (2 ranks - 1) = +- limit.
         for around in (-ranks, 0, ranks):

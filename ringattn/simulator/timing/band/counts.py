@@ -16,7 +16,7 @@ from .band import Band, BandTraffic, distinct, find_owner_breakpoints
 from .messages import RANKS_AT_A_TIME, DirectCosts, NeighborCosts, find_owner_messages, scale_by_slow_ranks
 
 #: Offsets of a rank and its neighbors.
-AROUND = np.arange(-1, 2)
+AROUND = np.arange(-1, 2, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BandCounts:
 
     @property
     def ranks(self) -> np.ndarray:
-        return np.arange(self.band.ranks)
+        return np.arange(self.band.ranks, dtype=np.int64)
 
     @cached_property
     def traffic(self) -> BandTraffic:
@@ -229,7 +229,7 @@ class BandCounts:
         """The most hops of any block, by bisection: the needed rows decrease with the distance."""
 
         def is_beyond(distance: int) -> bool:
-            owners = distinct(find_owner_breakpoints(self.band, direction, np.array([distance - 1])))
+            owners = distinct(find_owner_breakpoints(self.band, direction, np.array([distance - 1], dtype=np.int64)))
             return not self.band.rows_beyond(owners, direction.sign, distance, direction.limit).any()
 
         return bisect_left(range(1, direction.limit + 1), True, key=is_beyond)

@@ -83,7 +83,7 @@ def find_last_receivers(band: Band, direction: Direction) -> np.ndarray:
     """
     entries = [np.zeros((3, 0), dtype=np.int64)]
     for first in range(0, band.ranks, RANKS_AT_A_TIME):
-        owners = np.arange(first, min(first + RANKS_AT_A_TIME, band.ranks))
+        owners = np.arange(first, min(first + RANKS_AT_A_TIME, band.ranks), dtype=np.int64)
         rows_near, rows_far = (
             band.rows_beyond(owners, direction.sign, distance, direction.limit) for distance in (1, direction.limit)
         )

@@ -78,7 +78,7 @@ def find_changed_runs(counts: BandCounts, steps: np.ndarray) -> tuple[np.ndarray
     where a run of equal ranks may begin.
     """
     ranks = counts.band.ranks
-    row_keys = ranks * np.arange(len(steps))[:, None]
+    row_keys = ranks * np.arange(len(steps), dtype=np.int64)[:, None]
     breakpoints = (
         find_rank_breakpoints(counts.band, counts.directions, counts.traffic, counts.distance(steps)) + row_keys
     )
@@ -117,7 +117,7 @@ class IncrementalSteps:
 
     def __iter__(self) -> Iterator[CoefficientChanges]:
         for first in track(range(0, self.steps, DEPTH), -(-self.steps // DEPTH), f"steps by {DEPTH}"):
-            steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps))
+            steps = np.arange(max(first - 1, 0), min(first + DEPTH, self.steps), dtype=np.int64)
             self.direct_costs = self.counts.direct_costs(int(steps[0]), int(steps[-1]) + 1)
             row, rank, many = self._find_changed(steps)
             begin = first - int(steps[0])
@@ -138,7 +138,8 @@ class IncrementalSteps:
 
         `many`, bool [steps]: more than MANY ranks change at the step, and its points may be missing.
         """
-        run, start, stop = find_changed_runs(self.counts, steps)
+        # `bincount` and `repeat` take indices only, of 32 bits on some platforms.
+        run, start, stop = (index.astype(np.intp) for index in find_changed_runs(self.counts, steps))
         size = stop - start
         changed = np.bincount(run, weights=size, minlength=len(steps))
         end_rows, ends = np.zeros((2, 0), dtype=np.int64)
@@ -146,7 +147,7 @@ class IncrementalSteps:
             step, rank = np.divmod(self.direct_costs.end_keys, self.ranks)
             end_rows, ends = np.concatenate([step, step + 1]) - steps[0], np.tile(rank, 2)
             end_rows, ends = end_rows[end_rows < len(steps)], ends[end_rows < len(steps)]
-        changed += np.bincount(end_rows, minlength=len(steps))
+        changed += np.bincount(end_rows.astype(np.intp), minlength=len(steps))
         size *= changed[run] <= MANY
         offset = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
         row, rank = np.repeat(run, size), np.repeat(start, size) + offset
