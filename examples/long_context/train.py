@@ -92,5 +92,4 @@ while log.step < options.steps:
     log(loss)
     if log.step % options.every == 0 or log.step == options.steps:
         dcp.save(state(), checkpoint_id=options.output / f"step_{log.step:06}")
-log.plot()
 dist.destroy_process_group()

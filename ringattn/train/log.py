@@ -23,7 +23,7 @@ from .loss import mean_over_ranks
 class Log:
     """Prints and stores the loss, tokens/s and memory of each step, and draws them: `log(loss)` after each step.
 
-    folder: gets `log.jsonl`, one line per step, and `log.png`, drawn after each evaluation by matplotlib.
+    folder: gets `log.jsonl`, one line per step, and, if matplotlib is installed, `log.png`, after each evaluation.
     tokens: the number of tokens of a step, on all ranks.
     held_out: returns the loss of other texts; called on all ranks in each `every`-th step, in time that no step counts.
 
@@ -73,16 +73,10 @@ class Log:
         held_out = f"  held out {line['held_out']:.4f}" if "held_out" in line else ""
         sys.stdout.write(f"step {line['step']:5}  {rate:>18}  {memory:>9}  loss {line['loss']:.4f}{held_out}\n")
         sys.stdout.flush()
-        if held_out:
-            self.plot()
+        if held_out and find_spec("matplotlib") is not None:
+            self._draw()
 
-    def plot(self) -> None:
-        """Draw `log.png` on rank 0 now."""
-        if self._rank or not self._lines:
-            return
-        if find_spec("matplotlib") is None:
-            sys.stdout.write(f"no {self.folder / 'log.png'}: pip install 'ringattn[plot]'\n")
-            return
+    def _draw(self) -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 6), layout="constrained")

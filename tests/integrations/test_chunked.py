@@ -109,7 +109,10 @@ def test_loss_and_gradients_are_those_of_all_logits(run_ranks, ranks: int) -> No
 def refused(rank: int) -> list[str]:
     """What is said to other words and models, and to a head that is sharded apart; then whether generation works."""
     small = {**SIZES, "layer_types": None, "head_dim": None, "max_position_embeddings": 64}
-    bert, opt = hf.BertForMaskedLM(hf.BertConfig(**small)), hf.OPTForCausalLM(hf.OPTConfig(**small, ffn_dim=32))
+    bert, opt = (
+        hf.BertForMaskedLM(hf.BertConfig(**small)),
+        hf.OPTForCausalLM(hf.OPTConfig(**small, word_embed_proj_dim=32)),
+    )
     said = [
         told_by(lambda: parallelize(make("GraniteForCausalLM"), layout="zigzag", loss="chunks")),
         told_by(lambda: parallelize(bert, layout="zigzag", loss="chunked")),

@@ -93,15 +93,10 @@ def test_a_log_goes_on_and_drops_what_was_lost(tmp_path: Path, capsys: pytest.Ca
     assert len(shown) == 9 and shown[1].startswith("step     2 ") and shown[1].endswith("loss 1.0000  held out 9.0000")
     assert all(word in shown[0] for word in (" tokens/s ", "MiB ", "loss 0.0000"))
     assert (tmp_path / "run/log.png").read_bytes()[:4] == b"\x89PNG"
+    (tmp_path / "run/log.png").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringattn.train.log.find_spec", lambda name: None)  # without matplotlib
+        run(0, 2)
+    assert not (tmp_path / "run/log.png").exists()
     run(0, 1)
     assert len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 1
-
-
-def test_a_log_without_matplotlib_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ringattn.train.log.find_spec", lambda name: None)
-    log = Log(tmp_path, 1000)
-    log(torch.zeros(()))
-    log.plot()
-    assert f"no {tmp_path / 'log.png'}: pip install 'ringattn[plot]'" in capsys.readouterr().out
