@@ -38,7 +38,7 @@ class Log:
         self, folder: str | Path, tokens: int, *, held_out: Callable[[], Tensor] | None = None, every: int = 10
     ) -> None:
         self.folder, self.tokens, self.held_out, self.every = Path(folder), tokens, held_out, every
-        self._path = self.folder / "log.jsonl"
+        self._path, self._lines = self.folder / "log.jsonl", list[dict[str, Any]]()
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.load_state_dict({"step": 0})
 

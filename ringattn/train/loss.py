@@ -128,7 +128,7 @@ class SumInChunks(torch.autograd.Function):
         """The sum; `grad`: whether gradients are wanted."""
         leaves = list(compress(weights, ctx.needs_input_grad[5:]))
         sums = [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in leaves] if grad else []
-        total, gradients = rows.new_zeros((), dtype=wide(rows.dtype)), []
+        total, gradients = rows.new_zeros((), dtype=wide(rows.dtype)), list[Tensor]()
         for some, targets in zip(rows.split(chunk), labels.split(chunk), strict=True):
             # What is saved is used at once: hooks that move it, such as to the host, must not see it.
             with torch.set_grad_enabled(grad), saved_tensors_hooks(lambda x: x, lambda x: x):
