@@ -51,7 +51,9 @@ class Log:
         if self._ranks > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         line = {"step": self.step, "loss": mean, "tokens_per_second": rate, "peak_bytes": int(most)}
-        line["ranks"] = self._ranks
+        line = {
+            "step": self.step, "loss": mean, "tokens_per_second": rate, "peak_bytes": int(most), "ranks": self._ranks
+        }  # fmt: skip
         if self.held_out is not None and self.step % self.every == 0:
             line["held_out"] = float(mean_over_ranks(self.held_out()))
         if self._rank == 0:
