@@ -28,7 +28,7 @@ from ringattn.integrations.transformers import parallelize
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a model of Hugging Face, or a folder; default: a tiny Gemma 3")
 parser.add_argument("--texts", type=Path, default=sysconfig.get_path("stdlib"), help="a folder of documents, *.py")
-parser.add_argument("--tokens", type=parse_size, default="8k", help="tokens of a step, all in one sequence")
+parser.add_argument("--tokens", type=parse_size, default="4k", help="tokens of a step, all in one sequence")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--every", type=int, default=10, help="evaluate and save in every such step")
 parser.add_argument("--lr", type=float, default=3e-3)
