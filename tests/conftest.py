@@ -37,7 +37,7 @@ HELPERS = str(Path(__file__).parent / "helpers")
 SLOW_FILES = (
     *("integrations/test_transformers.py", "runtime/test_deferred.py", "transport/test_mpi.py"),
     *("integrations/test_trainers.py", "integrations/test_generation.py", "test_docs.py", "cli/test_cli.py"),
-    *("transport/test_launch.py", "train/test_example.py", "runtime/test_matrix.py", "transport/test_launcher.py"),
+    *("transport/test_launch.py", "train/test_long_context.py", "runtime/test_matrix.py", "transport/test_launcher.py"),
     *("inference/test_kv_cache.py", "cli/test_ends.py", "seeds/test_seeds.py", "cli/test_bad_input.py"),
     *("transport/test_gloo.py", "test_registry.py", "recurrence/test_layers.py", "transport/test_doors.py"),
     *("recurrence/test_recurrence_faults.py", "lab/audit/test_audit.py", "integrations/test_hybrids.py"),

@@ -182,7 +182,7 @@ def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory, in
     program, *words = shlex.split(command)
     if program == "scripts/train":  # of a script, what it does after its set-up
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        launch += [str(ROOT / "examples/train_lm/train.py"), "cp=2", *words]
+        launch += [str(ROOT / "examples/long_context/train.py"), *words]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(launch, cwd=folder, env=env, capture_output=True, text=True, check=False)
     elif program == "ringattn" and words[0] in ("plan", "simulate", "doctor"):

@@ -33,7 +33,7 @@ from ..call.functional import get_transport, ring_attention
 from ..errors import InvalidInput, Unsupported
 from ..layout.regular import ROWS
 from ..pattern import Full
-from ..train import SumOverRanks
+from ..train.loss import SumOverRanks
 from ..transport.records import exchange_values
 from . import check_release
 from .ranks import compare_inputs

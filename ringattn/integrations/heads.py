@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from ..call.functional import get_transport
 from ..errors import InvalidInput, Unsupported
 from ..kernels.base import wide
-from ..train import SumOverRanks
+from ..train.loss import SumOverRanks
 from ..transport.records import Exchange, compare_records
 from ..transport.torchdist import place_group
 from .batches import ANSWERS, cut_batch, read_borders

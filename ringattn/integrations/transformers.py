@@ -57,6 +57,7 @@ from .batches import (
     shard_batch,
 )
 from .choices import take_indexers
+from .chunked import ChunkedCall, is_chunked, keep_rows
 from .encoder_decoder import CROSS, attend_across
 from .generation import CACHES, STATE, Generation, RingCache, begin, find_cache, generate, has_chunks, make_pattern
 from .heads import HeadCall, Sequences, check_pooler, enter_base, enter_pooler, find_sequences, leave_base, pool
@@ -131,10 +132,11 @@ class _Call:
     borders: Tensor | None = None
     packs: bool = False
     sequences: Sequences | None = None
-    #: Set in a call from `generate`, of a head over whole sequences, or with whole sequences.
+    #: Set in a call from `generate`, of a head over whole sequences, with whole sequences, or whose loss is chunked.
     generation: Generation | None = None
     head: HeadCall | None = None
     whole: WholeCall | None = None
+    chunks: ChunkedCall | None = None
     #: Open while this rank draws its own random numbers.
     numbers: ExitStack | None = None
 
@@ -144,6 +146,7 @@ class _Call:
             self.numbers.close()
         self.runs = False
         self.borders = self.sequences = self.generation = self.head = self.whole = self.numbers = self.routers = None
+        self.chunks = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,8 @@ class _Ring:
     whole: bool
     #: Whether the model has recurrent layers or convolutions that run over ranks.
     mixes: bool
+    #: Whether the loss is computed in chunks of rows.
+    chunked: bool
     call: _Call = field(default_factory=lambda: _Call(), compare=False)
     #: (shape, whether padded) of the last position_ids: if they repeat on CUDA, they are not copied to the host again.
     checked: list[tuple[torch.Size, bool]] = field(default_factory=list, compare=False)
@@ -185,6 +190,7 @@ def parallelize(
     *,
     layout: str | Layout | LayerMasks,
     whole: bool = False,
+    loss: str = "whole",
     compare: bool = True,
     **options: Unpack[AttentionKeywords],
 ) -> PreTrainedModel:
@@ -202,6 +208,8 @@ def parallelize(
     whole: if True, calls take whole sequences, equal on all ranks, cut them, and return the loss and all rows on every
         rank, so that a program for one process runs unchanged. With labels they return no logits, which are large. All
         ranks must compute the same loss; the mean of their gradients, as DDP and FSDP take it, is its gradient.
+    loss: "chunked" computes the loss of a call with labels, and its gradients, in chunks of rows, by the model's own
+        head; such a call returns no logits, which for 131,072 rows of 262,144 classes take 128 GiB in fp32.
     compare: whether to run the model on a few tokens, without messages, to detect rows that mix outside of attention;
         with weights on the meta device the first call does this. `check` detects more.
     options: `schedule`, `kernel`, `machine`, `deterministic`, `comm_dtype` and `rotate`, see
@@ -223,6 +231,7 @@ def parallelize(
     check_option_names(options, sorted(set(AttentionOptions.__annotations__) - {"scale", "softcap", "dropout"}))
     wrapper, model = model, unwrap_adapters(model)
     shift, pooling = check_model(model)
+    chunked = is_chunked(model, loss, shift)
     if whole and model.config.is_encoder_decoder:
         raise Unsupported(
             "whole=True does not support encoder-decoder models; leave it out, and cut batches with shard_batch"
@@ -234,7 +243,7 @@ def parallelize(
     rotary = list(filter(rotates_by_length, model.modules()))
     ring = _Ring(
         place_group(group), cut, AttentionOptions(**options), before, shift, pooling, pooler is not None,
-        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole, layers,
+        model.config.is_encoder_decoder, first_position(model), bool(rotary), whole, layers, chunked,
     )  # fmt: skip
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and not hasattr(part, STATE):
@@ -251,6 +260,7 @@ def parallelize(
         if pooler is not None:
             pooler.register_forward_pre_hook(enter_pooler)
         model.base_model.register_forward_hook(take_routers)
+        model.base_model.register_forward_hook(keep_rows)
         if pooling is not None:
             model.base_model.register_forward_pre_hook(enter_base, with_kwargs=True)
             model.base_model.register_forward_hook(leave_base)
@@ -461,9 +471,10 @@ def _prepare_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     kept = {name: x for name, x in kwargs.items() if name not in (DIGEST, "num_items_in_batch")}
     lengths: list[int] = []
     if torch.compiler.is_compiling():
-        if ring.pools or ring.pooling is not None:
+        if ring.pools or ring.pooling is not None or ring.chunked:
             raise Unsupported(
-                "torch.compile does not support a head or pooler over whole sequences; compile only the layers"
+                "torch.compile supports neither loss='chunked' nor a head or pooler over whole sequences; compile only "
+                "the layers"
             )
         _check_call(model, ring, kept, kwargs)  # without the exchange, which cannot be traced
     else:
@@ -523,6 +534,8 @@ def _enter_call(model: nn.Module, ring: _Ring, kept: dict[str, Any], tokens: int
     if whole is not None and whole.keep is not None:
         kept["logits_to_keep"] = whole.keep
     if ring.pooling is None:
+        if ring.chunked and kept.get("labels") is not None and (torch.is_grad_enabled() or not ring.call.logits):
+            ring.call.chunks = ChunkedCall(kept)
         return kept
     assert ring.call.sequences is not None
     ring.call.head = HeadCall(ring.pooling, ring.call.sequences, kept, cut)
@@ -549,6 +562,7 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
     if ring is None or not _is_served(model) or not ring.call.runs:
         return result
     generation, head, whole, routers = ring.call.generation, ring.call.head, ring.call.whole, ring.call.routers
+    chunks = ring.call.chunks
     ring.call.end()
     if generation is not None:
         return generation.finish(result, ring.place.group)
@@ -564,6 +578,8 @@ def _scale_loss(model: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
         result = head.finish(cast("PreTrainedModel", model), result)
         labels = None if whole is not None else head.labels.get("labels")  # the loss is transformers' own then
     balance = 0.0 if routers is None else balance_routers(model, result, routers, kwargs, ring.place.group)
+    if chunks is not None:
+        result, labels = chunks.finish(model, result), chunks.labels["labels"]
     if labels is not None:
         count = (labels != NO_LABEL).sum()
         result["loss"] = torch.where(count > 0, result["loss"] * count, 0.0) / ring.call.items

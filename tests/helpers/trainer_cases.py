@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from rank_pool import told_by
@@ -100,14 +98,29 @@ def options(folder: str, steps: int, rows: int, dp: int, accumulate: int, **chan
     )  # fmt: skip
 
 
+class FsdpTrainer(RingTrainer):
+    """A RingTrainer whose FSDP2 also runs on CPUs, where accelerate ignores its plugin."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
 def train_plain(
     folder: str, dp: int, cp: int, steps: int, accumulate: int = 1, data: str = "rows", resume: bool = False,
-    lora: bool = False, hybrid: bool = False,
+    lora: bool = False, hybrid: bool = False, fsdp: bool = False,
 ) -> Any:  # fmt: skip
-    """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle."""
+    """The Trainer of transformers. data: rows, stream, or dispatch; resume: from a checkpoint in the middle; fsdp: on
+    ranks, with a loss in chunks.
+    """
+    fsdp = fsdp and dist.is_initialized()
+    kind, ring = (FsdpTrainer, {"loss": "chunked"}) if fsdp else (RingTrainer, {})
     rows = make_rows(40)
     source = rows if data == "rows" else Stream(rows, data == "dispatch")
-    more: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding"}
+    more: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding", "fsdp": fsdp}
     if data == "dispatch":
         more["accelerator_config"] = {"dispatch_batches": True}
     if resume:
@@ -118,7 +131,7 @@ def train_plain(
         lists = {"train_dataset": source, "eval_dataset": make_rows(8), "data_collator": pad}
         model = make_model("Qwen3NextForCausalLM", **HYBRID) if hybrid else make_model()
         model = get_peft_model(model, make_lora()) if lora else model
-        return RingTrainer(model, args, cp=cp, compute_metrics=count_right, **lists)
+        return kind(model, args, cp=cp, compute_metrics=count_right, ring=ring, **lists)
 
     trainer = make()
     trainer.train()
@@ -290,23 +303,6 @@ def run(rank: int, kind: str, folder: str, dp: int, cp: int, **changes: Any) -> 
 def run_all(rank: int, cases: list[tuple[str, dict[str, Any]]], folder: str, dp: int, cp: int) -> list[dict[str, Any]]:
     """`run` of each case."""
     return [run(rank, kind, f"{folder}/{i}", dp, cp, **changes) for i, (kind, changes) in enumerate(cases)]
-
-
-def run_example(rank: int, *words: str) -> tuple[list[float], str, int]:
-    """(losses, gradient norms and eval loss of examples/hf_finetune, type of its parameters, what DDP has left)."""
-    file = Path(__file__).resolve().parents[2] / "examples/hf_finetune/finetune.py"
-    spec = importlib.util.spec_from_file_location("finetune", file)
-    assert spec is not None and spec.loader is not None
-    finetune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetune)
-    with process_of(rank):
-        trainer = finetune.train(finetune.parse(list(words)))
-    log, kind = trainer.state.log_history, type(next(trainer.model.parameters())).__name__
-    del trainer
-    gc.collect()
-    left = [x for x in gc.get_objects() if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
-    numbers = [line[key] for key in ("loss", "grad_norm", "eval_loss") for line in log if key in line]
-    return numbers, kind, len(left)
 
 
 def refusals(rank: int, folder: str) -> list[str]:

@@ -27,6 +27,7 @@ ADAPTERS: Cases = [
 ]
 SHARED: Cases = [
     ("plain", {"accumulate": 2, "resume": True, **STEPS}),
+    ("plain", {"accumulate": 2, "fsdp": True, **STEPS}),
     ("plain", {"data": "stream", **STEPS}),
     ("loop", STEPS),
 ]
@@ -74,21 +75,3 @@ def test_ranks_drop_units_of_their_own_and_share_the_other_random_numbers(run_ra
     calls = [first[:32], first[32:], second[:32], second[32:]]
     assert len(set(map(tuple, calls))) == 4 and all(map(any, calls))
     assert after == also
-
-
-#: Options of examples/hf_finetune: the groups, and the micro-batches of a step, have different numbers of labels.
-SMALL = ("--steps", "2", "--longest", "600", "--accumulate", "2")
-
-
-@pytest.mark.multi
-def test_the_example_on_dp_x_cp_ranks_is_that_of_one_process(run_ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = (*SMALL, "--output", str(tmp_path))
-    whole, _, _ = trainer_cases.run_example(0, *words)
-    ranks = (*words, "--dp", "2", "--cp", "2")
-    for found, kind, _ in run_ranks(trainer_cases.run_example, 4, *ranks, "--fsdp", timeout=170):
-        assert len(whole) == 5 and found == pytest.approx(whole, rel=1e-5)
-        assert kind == "DTensor"
-    for found, kind, left in run_ranks(trainer_cases.run_example, 4, *ranks, "--mean-of-means", timeout=170):
-        differences = [abs(a - b) / b for a, b in zip(found, whole, strict=True)]
-        assert max(differences[:2]) > 1e-4 and max(differences[2:4]) > 1e-4  # losses, gradient norms
-        assert kind == "Parameter" and left == 0  # DDP as the last holder of its group would hang at exit
