@@ -38,9 +38,9 @@ class Log:
         self, folder: str | Path, tokens: int, *, held_out: Callable[[], Tensor] | None = None, every: int = 10
     ) -> None:
         self.folder, self.tokens, self.held_out, self.every = Path(folder), tokens, held_out, every
+        self.step, self._began = 0, time.perf_counter()
         self._path, self._lines = self.folder / "log.jsonl", list[dict[str, Any]]()
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.load_state_dict({"step": 0})
 
     def __call__(self, loss: Tensor) -> dict[str, Any]:
         """Log a step; returns what its line of JSON holds, on every rank."""
@@ -50,7 +50,6 @@ class Log:
         most = torch.tensor(peak, device=loss.device)
         if self._ranks > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        line = {"step": self.step, "loss": mean, "tokens_per_second": rate, "peak_bytes": int(most)}
         line = {
             "step": self.step, "loss": mean, "tokens_per_second": rate, "peak_bytes": int(most), "ranks": self._ranks
         }  # fmt: skip
