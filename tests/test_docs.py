@@ -307,11 +307,11 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         cells = [f"{beside(name, mask, 'forward')} / {beside(name, mask, 'backward')}" for mask in masks]
         assert f"| {label} | {' | '.join(cells)} |".replace("- / -", "-") in measured
     for words, name, masks in (
-        ("dense and causal masks {} times as fast as PyTorch's own ring", "template", ("dense", "causal")),
-        ("dense and causal masks {} times as fast as PyTorch's own ring", "template_a2a", ("dense", "causal")),
+        ("dense and causal masks {} times as fast as PyTorch's context parallelism", "template", ("dense", "causal")),
+        ("dense and causal masks {} times as fast as PyTorch's context parallelism", "template_a2a", ("dense", "causal")),
         ("two ranks: {} times (window)", "FlexAttention", ("window",)),
         ("(window) and {} times (documents) as fast as compiled FlexAttention", "FlexAttention", ("documents",)),
-        ("own ring, and {} times as fast as `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),
+        ("context parallelism, and {} times as fast as `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),
     ):
         before, after = map(re.escape, words.split("{}"))
         ((low, high),) = re.findall(rf"{before}([\d.]+) to ([\d.]+){after}", readme)
