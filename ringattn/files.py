@@ -86,7 +86,7 @@ def write_json(path: str, data: object) -> None:
 
     Infinities and NaN, which JSON cannot represent, become null. Raises InvalidInput if the file cannot be written.
     """
-    text = json.dumps(_replace_nonfinite(data), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(replace_nonfinite(data), indent=2, allow_nan=False) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
     else:
@@ -99,11 +99,12 @@ def check_json(path: str | None) -> None:
         check_writable(Path(path))
 
 
-def _replace_nonfinite(data: object) -> object:
+def replace_nonfinite(data: object) -> object:
+    """The data of a JSON text, with null for infinities and NaN."""
     if isinstance(data, dict):
-        return {name: _replace_nonfinite(value) for name, value in data.items()}
+        return {name: replace_nonfinite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_replace_nonfinite(value) for value in data]
+        return [replace_nonfinite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

@@ -308,7 +308,11 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         assert f"| {label} | {' | '.join(cells)} |".replace("- / -", "-") in measured
     for words, name, masks in (
         ("dense and causal masks {} times as fast as PyTorch's context parallelism", "template", ("dense", "causal")),
-        ("dense and causal masks {} times as fast as PyTorch's context parallelism", "template_a2a", ("dense", "causal")),
+        (
+            "dense and causal masks {} times as fast as PyTorch's context parallelism",
+            "template_a2a",
+            ("dense", "causal"),
+        ),
         ("two ranks: {} times (window)", "FlexAttention", ("window",)),
         ("(window) and {} times (documents) as fast as compiled FlexAttention", "FlexAttention", ("documents",)),
         ("context parallelism, and {} times as fast as `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),

@@ -286,7 +286,7 @@ class KVCache:
         rows = k if isinstance(k, Rows) else None
         if isinstance(k, Rows):
             k = v = k.tensors[0]
-        event, pattern = self._event or self._begin("prefill", call, ""), self.patterns[layer]
+        event, pattern = self._event or self._begin("prefill", call, "", chosen), self.patterns[layer]
         event.todo.remove(layer)
         with self._report("prefill", deferred=True):
             index = chosen.keys if isinstance(chosen, Chooser) else None
@@ -399,7 +399,7 @@ class KVCache:
                 raise InvalidInput(f"step: q {tuple(q.shape)} has no new token; give at least one")
             self._check_event("step", layer, call.rows)
             self._check_room(call.rows)
-        event = self._event or self._begin("step", call, note)
+        event = self._event or self._begin("step", call, note, chosen)
         event.todo.remove(layer)
         with self._report("step", deferred=True), computing(call.device):
             q, k, v = call.prepare(q, k, v, None)
@@ -531,13 +531,13 @@ class KVCache:
             return q, k.replaced([as_dtype(self._rounded(x), q.dtype) for x in k.tensors], k.weights), None, call
         return q, *of_both(lambda x: as_dtype(self._rounded(x), q.dtype), k, v), call
 
-    def _begin(self, kind: str, call: CompiledCall, note: str) -> NewTokens:
+    def _begin(self, kind: str, call: CompiledCall, note: str, chosen: Any) -> NewTokens:
         """Begin a chunk or a step, after all ranks have agreed on it. Collective."""
         size, first = self.transport.size, self.length
         layout, padding = self._chunk if kind == "prefill" and self._chunk is not None else (None, None)
         tokens = call.rows if layout is None else layout.tokens
         self._count += 1
-        number = self._agree(kind, tokens, padding, call, note)
+        number = self._agree(kind, tokens, padding, call, note, chosen)
         new = range(first, first + tokens)
         if layout is not None:
             shards = tuple(tuple(shift_range(r, first) for r in layout.shard(rank)) for rank in range(size))
@@ -585,7 +585,7 @@ class KVCache:
                 holdings.settle()
         return result
 
-    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: CompiledCall, note: str) -> int:
+    def _agree(self, kind: str, tokens: int, padding: Tensor | None, call: CompiledCall, note: str, chosen: Any) -> int:
         """The number of the event. Raises Mismatch on every rank if caches or tokens differ."""
         transport = self._ring
         if transport is None:
@@ -601,6 +601,9 @@ class KVCache:
             "the tokens of this step (by digests, or note=)": note if len(note) < 1024 else digest(note.encode()).hex(),
             "sinks": call.sinks,
             "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
+            "keys of its Chooser": [chosen.keys.shape[3], str(chosen.keys.dtype)]
+            if isinstance(chosen, Chooser)
+            else None,
             **call.sizes,
             **options,
         }

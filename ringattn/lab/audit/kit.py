@@ -513,16 +513,19 @@ def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) 
 
     def compare() -> Verdict:
         promised, verdicts = "same_bits" in accepts(target), [Verdict("exact", tolerance=1.0)]
-        for many, trial in trials.items():
-            try:
-                verdicts.append(trial.run())
-            except ERRORS as error:
-                if promised:
-                    raise
-                return Verdict("not offered", f"on {many} ranks: {first_words(error)}")
-            for name, bits in vars(trial)["bits"].items() if rank == 0 else ():  # this rank alone is in all groups
-                if not torch.equal(bits.view(torch.uint8), vars(trials[1])["bits"][name].view(torch.uint8)):
-                    why = f"{name} has other bits on {many} ranks than on one"
+        first: dict[str, Tensor] | None = None  # the results of the smallest number of ranks that has some
+        for many, trial in trials.items():  # ranks of smaller groups go on as well, for those of larger ones
+            one = judge(trial.run)
+            if one.verdict in ("refused", "crash") and not promised:
+                one = Verdict("not offered", f"on {many} ranks: {one.why}")
+            verdicts.append(one)
+            found: dict[str, Tensor] = vars(trial).get("bits", {})
+            if rank or one.verdict in ("not offered", "refused", "crash"):
+                continue  # rank 0 alone is in all groups
+            first = found if first is None else first
+            for name, bits in found.items():
+                if not torch.equal(bits.view(torch.uint8), first[name].view(torch.uint8)):
+                    why = f"{name} has other bits on {many} ranks than on fewer"
                     verdicts.append(Verdict("wrong" if promised else "rounded", why, name))
         return choose(verdicts)
 

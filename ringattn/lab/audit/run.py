@@ -94,6 +94,11 @@ class Finding:
         return self.verdict.verdict in FAILURES
 
     @property
+    def mended(self) -> bool:
+        """Whether a feature that is known to fail is right now; one that is not offered is not."""
+        return not self.failed and self.verdict.verdict not in ("refused", "not offered")
+
+    @property
     def stacks(self) -> list[str]:
         """What each rank does in a hang."""
         hangs = self.verdict.verdict == "hang"
@@ -115,7 +120,8 @@ class Finding:
     def save_script(self, folder: str, *given: Any) -> None:
         """Write the script to the folder, which is made, by the name of the feature. Raises InvalidInput."""
         make_folder(Path(folder))
-        write_text(Path(folder, f"{self.case.feature.replace(' ', '_')}.py"), self.write_script(*given))
+        name = re.sub(r"\W+", "_", self.case.feature)
+        write_text(Path(folder, f"{name}.py"), self.write_script(*given))
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
@@ -176,8 +182,11 @@ def save(path: Path, findings: list[Finding], begun: str | None) -> None:
 
 
 def read(path: Path) -> tuple[list[Finding], str]:
-    """Read the file that `save` writes."""
-    return msgpack.decode(path.read_bytes(), type=tuple[list[Finding], str])
+    """Read the file that `save` writes. Its lists in masks were tuples, as which a script gives them to the target."""
+    found, begun = msgpack.decode(path.read_bytes(), type=tuple[list[Finding], str])
+    for mask in (case.mask for one in found for case in (one.case, one.smallest)):
+        mask.update({name: tuple(value) for name, value in mask.items() if isinstance(value, list)})
+    return found, begun
 
 
 class _Rank:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 
 from ...errors import InvalidInput, RingAttentionError
+from ...files import replace_nonfinite
 from ...text import shorten
 from .answer import answer
 from .page import render
@@ -59,11 +61,11 @@ class PlayHandler(BaseHTTPRequestHandler):
             code, found = 200, self._answer()
         except RingAttentionError as error:
             code, found = 400, {"error": str(error)}
-        self._reply(code, json.dumps(found), "json")
+        self._reply(code, json.dumps(replace_nonfinite(found)), "json")
 
     def _answer(self) -> dict[str, object]:
         length = self.headers.get("Content-Length", "")
-        if self.path != "/answer" or not length.isdigit() or int(length) > MOST:
+        if self.path != "/answer" or not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST:
             raise InvalidInput(f"POST {shorten(self.path, 40)}: expected /answer with at most {MOST:,} bytes of JSON")
         try:
             question = json.loads(self.rfile.read(int(length)))

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
 from ...cli.config.schema import parse_size
+from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
@@ -63,7 +64,14 @@ def _serve(config: AdviseConfig) -> None:
         read_software(config),
     )
     with show_progress(Console(stderr=True)) as tell, listening(tell):
-        servings = [serve(replace(question, offer=offer), tell) for offer in offers]
+        servings, refused = list[Serving](), list[str]()
+        for offer in offers:
+            try:
+                servings.append(serve(replace(question, offer=offer), tell))
+            except InvalidInput as error:  # another machine may serve
+                refused.append(f"{offer.name}: {error}")
+    if not servings:
+        raise InvalidInput("; ".join(refused))
     able = [(one.cost(one.chosen), one) for one in servings if one.chosen is not None]
     first = min(able, key=lambda one: one[0], default=(0.0, servings[0]))[1]
     if config.output.path is not None:
@@ -72,8 +80,10 @@ def _serve(config: AdviseConfig) -> None:
     if config.output.path != STDOUT:
         for serving in servings:
             _print_serving(serving)
+        for line in refused:
+            print_paragraph(f"refused: {line}")
         if len(servings) > 1 and able:
-            print_paragraph(f"cheapest: {first.verdict}")
+            print_paragraph(f"cheapest of these: {first.verdict}")
     if first.chosen is None:
         sys.exit(2)
 

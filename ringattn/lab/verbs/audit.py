@@ -78,11 +78,14 @@ def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[F
             "features": [_record(one, *given) for one in findings],
         }
         write_json(config.output.path, record)
+    if config.output.path != STDOUT:
+        _print(config, model, ranks, findings)
     for one in findings:
         if one.failed and config.output.scripts is not None:
             one.save_script(config.output.scripts, *given)
-    if config.output.path == STDOUT:
-        return
+
+
+def _print(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:
     audited = config.target if model is None else f"{model} by {config.target}"
     print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
     for one in findings:
@@ -108,7 +111,7 @@ def _tell(path: str | None, known: set[str], cases: list[Case], found: list[Find
     for one in found:
         for stack in one.stacks:
             sys.stderr.write(f"{one.case.feature}: {stack}\n")
-    mended = known & {one.case.feature for one in found if one.verdict.verdict == "exact"}
+    mended = known & {one.case.feature for one in found if one.mended}
     for name in sorted(mended):
         sys.stderr.write(f"ringattn: {name} is a known failure in {path}, but is right now; take it out\n")
     if left := [case.feature for case in cases[len(found) :]]:

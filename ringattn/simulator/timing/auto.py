@@ -127,7 +127,10 @@ def simulate_seconds(plan: Plan, machine: Machine) -> float:
 
 
 def choose_form(rows: Plan, heads: Plan, machine: Machine) -> Plan:
-    """The plan with the faster forward: one whose rows travel, or one whose ranks expand their own rows before it."""
+    """The plan with the faster forward: one whose rows travel, or one whose ranks expand their own rows before it.
+
+    Raises Unsupported where `predict` does.
+    """
     at_home = expand_seconds(rows.ring_plan(0)[0], machine, False, 0, 0)
     return heads if predict(heads, machine).seconds + at_home < predict(rows, machine).seconds else rows
 
