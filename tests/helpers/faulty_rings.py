@@ -289,6 +289,13 @@ def promising(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, same
     return attend(q, k, v, group=group, causal=causal)
 
 
+def not_alone(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool) -> Tensor:
+    """Refuses a group of one rank."""
+    if dist.get_world_size(group) == 1:
+        raise ValueError("nothing to send")
+    return attend(q, k, v, group=group, causal=causal)
+
+
 def badly_named(q: Tensor, k: Tensor, v: Tensor, *, group: Any) -> Tensor:
     """Has a layout that does not exist."""
     return q

@@ -148,28 +148,31 @@ def test_what_is_refused() -> None:
     assert "is missing" in told_by(lambda: cache.step(0, q, k, chosen=chooser))
 
 
-def refusing(rank: int) -> tuple[str, str]:
-    """What is said where the choosers of two ranks differ, and where one rank refuses its own in a later layer."""
+def refusing(rank: int) -> list[str]:
+    """What is said where the choosers of two ranks differ, where one has none, and refuses its own in a later layer."""
     said = []
-    for layer, short in ((0, False), (1, True)):
+    for layer, kind in ((0, "count"), (0, "none"), (1, "short")):
+        short = kind == "short"
         cache = ra.KVCache("Causal()", layers=2)
         rows = len(cache.shard(8))
         for this in range(layer + 1):
             last = this == layer
-            count, known = 3 + (rank if last and not short else 0), rows - (rank if last and short else 0)
+            count, known = 3 + (rank if kind == "count" else 0), rows - (rank if last and short else 0)
             chosen = torch.zeros(1, 1, rows, count, dtype=torch.int32)
-            chooser = Chooser(torch.randn(1, 1, known, 4), lambda keys, part: keys.sum(-1).unsqueeze(2), chosen)
+            chooser: Any = Chooser(torch.randn(1, 1, known, 4), lambda keys, part: keys.sum(-1).unsqueeze(2), chosen)
+            chooser = chosen if kind == "none" and rank else chooser
             call = partial(cache.prefill, this, *torch.randn(2, 1, 2, rows, 8), chosen=chooser)
             if last:
                 said.append(told_by(call))
             else:
                 call()
-    return said[0], said[1]
+    return said
 
 
 def test_ranks_hear_of_what_differs(run_ranks: Callable[..., list[Any]]) -> None:
-    (first, told), (other, refused) = run_ranks(refusing, 2, timeout=60)
+    (first, none, told), (other, also_none, refused) = run_ranks(refusing, 2, timeout=60)
     assert all("Mismatch" in text and "chosen keys" in text for text in (first, other))
+    assert all("Mismatch" in text and "keys of its Chooser" in text for text in (none, also_none))
     assert "rank 1 cannot take part: keys of a Chooser" in told and refused.startswith(
         "InvalidInput: keys of a Chooser"
     )

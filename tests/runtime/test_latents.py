@@ -431,8 +431,10 @@ def on_ranks(rank: int) -> dict[str, Any]:
         same = torch.equal(mine, layout.shard_tensor(out, rank))
         found[kind] = (same, max(map(distance, local, grads)))
 
-    def call(*tensors: Tensor, expand: Any) -> None:
-        ra.ring_attention(q.detach(), ra.Rows(*tensors, expand=expand), ra.Causal(), layout="zigzag")
+    def call(*tensors: Tensor, expand: Any, travel: str = "rows", group: Any = None) -> None:
+        given = ra.Rows(*tensors, expand=expand, travel=travel)
+        machine = H100.changed(matmul=1e3)
+        ra.ring_attention(q.detach(), given, ra.Causal(), layout="zigzag", machine=machine, group=group)
 
     c = torch.zeros(2, 1, q.shape[2], 12, dtype=torch.float64)
     other = torch.zeros(2, 1 + rank, q.shape[2], 3, dtype=torch.float64)
@@ -444,6 +446,14 @@ def on_ranks(rank: int) -> dict[str, Any]:
         return c, c
 
     found["raises"] = told_by(lambda: call(c, expand=fails))
+
+    def fails_late(c: Tensor) -> Any:
+        return fails(c) if c.shape[2] > 1 else (c, c)
+
+    group = dist.new_group()  # its calls end with the error
+    for travel in ("auto", "rows"):
+        found[travel] = told_by(lambda travel=travel: call(c, expand=fails_late, travel=travel, group=group))
+        group = dist.new_group()
     return found
 
 
@@ -454,3 +464,4 @@ def test_real_ranks(run_ranks: Callable[..., list[Any]]) -> None:
             assert same and apart < EXACT, (rank, found)
         assert "Mismatch" in found["other rows"] and "block" in found["other rows"]
         assert "planted" in found["raises"]
+        assert all("planted" in found[travel] for travel in ("auto", "rows")), found

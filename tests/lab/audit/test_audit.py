@@ -149,11 +149,13 @@ def test_results_of_another_kind_are_wrong_and_not_refused(tmp_path: Path) -> No
         "faulty_rings:in_fp64": "out has dtype torch.float64, not torch.float32",
         "faulty_rings:of_one_row": "out has shape (1, ",
         "faulty_rings:with_a_mistake": "TypeError: object of type 'int' has no len()",
-        "faulty_rings:promising": "dk has other bits on 2 ranks than on one",
+        "faulty_rings:promising": "dk has other bits on 2 ranks than on fewer",
     }
-    found = find_all(
-        {name: ["same bits" if "bits" in why else "dense"] for name, why in kinds.items()}, RANKS, tmp_path
-    )
+    features: dict[str, list[str] | None]
+    features = {name: ["same bits" if "bits" in why else "dense"] for name, why in kinds.items()}
+    found = find_all(features | {"faulty_rings:not_alone": ["same bits"]}, RANKS, tmp_path)
+    (alone,) = found["faulty_rings:not_alone"]  # ranks of the larger groups do not wait for those of the smallest
+    assert alone.verdict.verdict == "not offered" and "on 1 ranks: ValueError" in alone.verdict.why, alone
     for name, why in kinds.items():
         (one,) = found[name]
         assert one.verdict.verdict == ("crash" if "TypeError" in why else "wrong"), one

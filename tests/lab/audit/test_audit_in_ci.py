@@ -14,6 +14,9 @@ import pytest
 from command_line import ringattn
 from faulty_rings import FAULTS
 
+from ringattn.lab.audit.kit import Verdict
+from ringattn.lab.audit.run import Finding, choose_cases
+
 HELPERS = Path(__file__).parents[2] / "helpers"
 BORDER = f"faulty_rings:fault_{[*FAULTS].index('lost border')}"
 RING = """
@@ -76,6 +79,8 @@ def test_known_failures_are_no_news_until_they_are_mended(tmp_path: Path) -> Non
 
 @pytest.mark.multi
 def test_pytest_has_a_test_for_each_feature(tmp_path: Path) -> None:
+    """In any order: findings wait for their tests."""
+    (tmp_path / "conftest.py").write_text("def pytest_collection_modifyitems(items):\n    items.reverse()\n")
     (tmp_path / "known.txt").write_text("two-way documents\nwindow\n")
     options = ["--ringattn-audit", BORDER, "--ringattn-audit-ranks=2", "--ringattn-audit-known=known.txt"]
     options += ["--ringattn-audit-scripts=scripts", "--junitxml=found.xml", "-q"]
@@ -89,3 +94,10 @@ def test_pytest_has_a_test_for_each_feature(tmp_path: Path) -> None:
     assert "a known failure that is right now" in done.stdout and "wrong: out of rows" in done.stdout
     assert {path.name for path in (tmp_path / "scripts").iterdir()} == {"documents.py", "two-way_documents.py"}
     assert (tmp_path / "found.xml").read_text().count("<testcase") == 7
+
+
+def test_the_script_of_any_feature_is_a_file_of_its_name(tmp_path: Path) -> None:
+    for case in choose_cases(2, None):
+        Finding(case, case, [Verdict("wrong")] * 2).save_script(str(tmp_path), "faulty_rings:attend", None)
+    assert "one_key_value_head.py" in {path.name for path in tmp_path.iterdir()}
+    assert len([*tmp_path.iterdir()]) == len(choose_cases(2, None))
