@@ -215,7 +215,7 @@ def test_an_installed_package_adds_a_bench_suite(tmp_path: Path) -> None:
     assert [len(column["seconds"]) for column in record["columns"].values()] == [2, 2]
     assert "All is idle" in path.with_suffix(".html").read_text()
     told = ringattn("report", "--help", cwd=tmp_path, site=site)
-    assert "suites: auto, " in told.stdout and ", idle, long" in told.stdout, told.stderr
+    assert "suites: auto, " in told.stdout and ", idle, latents, long" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ class EventOracle:
         machine = self.machine
         visits = [[1 if self.gathers else len({p.owner for p in s.visits}) for s in steps] for steps in self.steps]
         starts = max(sum(max(one, 1) for one in each) for each in visits)
-        return max(finish, (machine.host_call or 0.0) + (machine.host or 0.0) * starts) + self._call()
+        host = (machine.host_call or 0.0) + (machine.host or 0.0) * starts
+        return (finish if self.plan.ranks == 1 else max(finish, host)) + self._call()  # one rank queues calls ahead
 
     def _call(self) -> float:
         plan, machine = self.plan, self.machine

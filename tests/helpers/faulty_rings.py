@@ -195,10 +195,10 @@ def deaf(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -
 
 
 def resting(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int = 0) -> Tensor:
-    """Rank 1 is stopped: for 2 s with causal masks, for good with windows; without either it imports for 2 s."""
+    """Rank 1 is stopped: for 1 s with causal masks, for good with windows; without either it imports for 2 s."""
     if dist.get_rank(group) == 1 and causal:
         if not window:
-            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     elif dist.get_rank(group) == 1:
         import_module("slow_to_import")

@@ -145,7 +145,16 @@ def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
             assert getattr(found, field) == fact.value and found.source(field) == fact.source
             assert len(fact.reason) >= 8, f"{name}: {field}"
             if fact.source == "cited":
-                documents = ("data sheet", "systems", "(2024)", "whitepaper", "pytorch/ao", "torchtitan", "the same")
+                documents = (
+                    "data sheet",
+                    "systems",
+                    "(2024)",
+                    "whitepaper",
+                    "white paper",
+                    "pytorch/ao",
+                    "torchtitan",
+                    "the same",
+                )
                 assert any(word in fact.reason for word in documents), fact.reason
         for library, facts in preset.kernels.items():
             chosen = get_machine(f"{name}/{library}").kernel_rates

@@ -334,7 +334,7 @@ def test_errors(options: dict[str, object], kind: type[Exception], words: str) -
 def test_wrong_tensors() -> None:
     x = torch.zeros(1, 1, 9, 8)
     options = {"offload": "host", "chunk": 4, "device": "cpu"}
-    with pytest.raises(InvalidInput, match=r"k is on meta; pass k\.cpu\(\)"):
+    with pytest.raises(InvalidInput, match=r"k is on meta; pass its cpu\(\)"):
         ra.attention(x, x.to("meta"), x, Full(), **options)
     with pytest.raises(InvalidInput, match="the same batch and the same tokens"):
         ra.attention(x, x, x[:, :, :8], Full(), **options)

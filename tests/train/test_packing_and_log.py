@@ -91,7 +91,7 @@ def test_a_log_goes_on_and_drops_what_was_lost(tmp_path: Path, capsys: pytest.Ca
     assert all(line["tokens_per_second"] > 0 and line["peak_bytes"] > 1 << 20 for line in lines)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 9 and shown[1].startswith("step     2 ") and shown[1].endswith("loss 1.0000  held out 9.0000")
-    assert all(word in shown[0] for word in (" tokens/s ", "MiB ", "loss 0.0000"))
+    assert all(word in shown[0] for word in (" tokens/s ", "iB ", "loss 0.0000"))
     assert (tmp_path / "run/log.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "run/log.png").unlink()
     with pytest.MonkeyPatch.context() as patch:

@@ -196,6 +196,8 @@ class _Rank:
         self.rank, self.ranks, self.patience = rank, dist.get_world_size(), patience
         self.target, self.on_report = load_target(name, model), report
         self.findings: dict[str, Finding] = {}
+        #: The case and how many ranks had no result of it, and since when.
+        self.seen: tuple[tuple[str, int], float] = ("", 0), 0.0
         on_gpu = dist.get_backend() == "nccl"
         device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
         store: Any = dist.group.WORLD.get_group_store().clone()  # type: ignore[union-attr]  # the target waits on its own
@@ -223,14 +225,13 @@ class _Rank:
         done, look = threading.Event(), partial(self.look, case, number, monotonic() + SLOW * self.patience)
         watcher = threading.Thread(target=self.watch, args=(number, look, done, threading.get_ident()), daemon=True)
         watcher.start()
-        mine = Verdict("crash", "an error that ends this rank")
         try:
             with redirect_stdout(sys.stderr):  # a launcher's standard output is for the report
                 mine = judge(call)
         finally:
             done.set()
             watcher.join()
-            self.store.set(f"{number}/{self.rank}", msgpack.encode(mine))
+        self.store.set(f"{number}/{self.rank}", msgpack.encode(mine))  # the launcher tells of a rank that has ended
         while (verdicts := look()) is None:
             sleep(0.005)
         return verdicts
@@ -257,7 +258,9 @@ class _Rank:
         waiting = [one.seconds for one in verdicts if one.verdict == "hang"]
         if not waiting:
             return verdicts
-        if min(waiting) >= self.patience:
+        if self.seen[0] != (number, len(waiting)):  # a rank that waited for another goes on where that one has a result
+            self.seen = (number, len(waiting)), monotonic()
+        if min(waiting) >= self.patience <= monotonic() - self.seen[1]:
             self.give_up(case, number, verdicts)
         if monotonic() > end:
             self.give_up(case, number, [TOO_SLOW if one.verdict == "hang" else one for one in verdicts])

@@ -322,7 +322,7 @@ class _Comparison:
     def _add_calls(self, plan: Plan, visits: float, steps: int = 1) -> float:
         """A lower bound in seconds for a plan whose visits take `visits` seconds in at least `steps` steps."""
         exchange, _, exchanges = count_exchanges(plan, self.machine)
-        least = max(visits + exchange, host_seconds(self.machine, steps + exchanges))
+        least = max(visits + exchange, host_seconds(plan.ranks, self.machine, steps + exchanges))
         return least + Rates(plan, self.machine, backward=False).call
 
     @cached_property

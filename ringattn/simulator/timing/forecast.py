@@ -55,15 +55,18 @@ def estimate(plan: Plan, machine: Machine, demand: KeyDemand, most: int = SAMPLE
     ring, started, basis = _RingEstimate(ring_plan, between, demand, crowd, most).make()
     # The first exchange precedes all visits and the last follows them: nothing hides them.
     exchange, sent, exchanges = count_exchanges(plan, machine)
-    seconds = max(ring.seconds + exchange, host_seconds(machine, started + exchanges)) + rates.call
+    seconds = max(ring.seconds + exchange, host_seconds(plan.ranks, machine, started + exchanges)) + rates.call
     messages = ring.messages + exchanges * (size - 1)
     exposed = max(seconds - ring.compute, 0.0)  # the sums round differently
     return Prediction(seconds, ring.compute, exposed, ring.bytes + sent, messages), basis
 
 
-def host_seconds(machine: Machine, calls: int) -> float:
-    """Seconds that the host needs to start a pass with this many `calls`: blocks computed, and steps without any."""
-    return (machine.host_call or 0.0) + calls * (machine.host or 0.0)
+def host_seconds(ranks: int, machine: Machine, calls: int) -> float:
+    """Seconds that the host needs to start a pass with this many `calls`: blocks computed, and steps without any.
+
+    None on one rank: it waits for nobody, and its host starts a call while the device still computes others.
+    """
+    return 0.0 if ranks == 1 else (machine.host_call or 0.0) + calls * (machine.host or 0.0)
 
 
 def count_exchanges(plan: Plan, machine: Machine) -> tuple[float, int, int]:

@@ -120,7 +120,7 @@ def _solve(problem: TimingProblem, solver: str) -> Solved:
 def _host_seconds(problem: TimingProblem) -> float:
     """Seconds that the host needs to start all calls of a pass, on the rank with the most; sampled on many ranks."""
     plan, machine = problem.rates.plan, problem.rates.machine
-    if plan.ranks == 1 or (not machine.host and not machine.host_call):  # nothing to wait for: calls queue ahead
+    if plan.ranks == 1 or (not machine.host and not machine.host_call):
         return 0.0
     if not isinstance(problem.ring, str):
         calls = problem.ring.calls
@@ -128,7 +128,7 @@ def _host_seconds(problem: TimingProblem) -> float:
         ranks = range(plan.ranks) if plan.ranks <= FEW_RANKS else timed_ranks(plan.ranks)
         met = [[{part.owner for part in step.visits} for step in rank_steps(problem.rates, rank)] for rank in ranks]
         calls = max(sum(1 if problem.rates.one_gather else max(len(owners), 1) for owners in each) for each in met)
-    return host_seconds(machine, calls)
+    return host_seconds(plan.ranks, machine, calls)
 
 
 def _make_timeline(rates: Rates, solved: Solved, passes: int | None, host: float) -> Timeline:

@@ -181,7 +181,7 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
             continue
         verdict = found[fault].verdict
         assert ("the gradient of model." in verdict.why) if "half" in name else (verdict.tensor == "logits")
-    done = run_script(found[fault].write_script(f"faulty_rings:{name}", MODEL), tmp_path)
+    done = run_script(found[fault].write_script(name, MODEL), tmp_path)
     assert done.returncode == 1 and "the gradient of model." in done.stdout, done
 
 

@@ -92,7 +92,7 @@ def test_pytest_has_a_test_for_each_feature(tmp_path: Path) -> None:
     assert counted and done.returncode == 1, done.stdout + done.stderr
     assert counted.groups() == ("2", "2", "2", "1"), done.stdout
     assert "a known failure that is right now" in done.stdout and "wrong: out of rows" in done.stdout
-    assert {path.name for path in (tmp_path / "scripts").iterdir()} == {"documents.py", "two-way_documents.py"}
+    assert {path.name for path in (tmp_path / "scripts").iterdir()} == {"documents.py", "two_way_documents.py"}
     assert (tmp_path / "found.xml").read_text().count("<testcase") == 7
 
 

@@ -79,7 +79,7 @@ def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> N
         ({"rows": [64]}, "expected at least 2 ascending sizes"),
         ({"output": OutputGroup(None)}, "output.path is missing"),
         ({"transport": TransportGroup("virtual")}, "expected one of gloo, nccl, mpi, none"),
-        ({"transport": TransportGroup("nccl")}, "torchrun --nproc-per-node N -m ringattn calibrate"),
+        ({"transport": TransportGroup("nccl")}, "needs a CUDA device, but this|-m ringattn calibrate"),
         ({"transport": TransportGroup("mpi")}, "mpirun -n 2 ringattn calibrate"),
         ({"device": "cuda"}, "device=cuda: transport=gloo is measured on CPUs"),
     ],
