@@ -601,9 +601,7 @@ class KVCache:
             "the tokens of this step (by digests, or note=)": note if len(note) < 1024 else digest(note.encode()).hex(),
             "sinks": call.sinks,
             "chosen keys": call.chosen and "groups {}, k {}, block {}".format(*call.chosen),
-            "keys of its Chooser": [chosen.keys.shape[3], str(chosen.keys.dtype)]
-            if isinstance(chosen, Chooser)
-            else None,
+            "keys of its Chooser": isinstance(chosen, Chooser) and f"{chosen.keys.shape[3]} of {chosen.keys.dtype}",
             **call.sizes,
             **options,
         }

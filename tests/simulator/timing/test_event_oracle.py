@@ -230,7 +230,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "messages do not slow visits of rings": (Ring, "busy", lambda ring, phase: phase.compute + phase.merge),
     "nodes have the links of others": (Machine, "rates", lambda machine, near: rates_of(machine, not near)),
     "the own block is merged, too": (Rates, "merges", lambda rates, own: np.ones(np.shape(own), dtype=bool)),
-    "the host starts a pass at once": (simulation, "host_seconds", lambda machine, calls: machine.host_call or 0.0),
+    "the host starts a pass at once": (
+        simulation,
+        "host_seconds",
+        lambda ranks, machine, calls: machine.host_call or 0.0,
+    ),
     "every rank has cores of its own": (Rates, "cores", property(lambda rates: None)),
     "gradients travel in the dtype of blocks": (PlanSizes, "block_bytes", mutated_bytes(grad="kv", dq="query")),
     "every rank has a link of its own": (Rates, "crowd", lambda rates, *rest: 1),
