@@ -113,8 +113,9 @@ def ring_attention(
         deferred = announces(ring, call)
         with ErrorReport(ring, "call", deferred=True) if deferred else nullcontext():
             plan, kernel, number = announce(ring, call) if deferred else agree(ring, call)
-            with nullcontext() if deferred else ErrorReport(ring, "call", deferred=True):  # `expand` may fail
-                kernel, tensors = call.expanding(plan, kernel, k, tensors)
+            if isinstance(k, Rows):
+                with nullcontext() if deferred else ErrorReport(ring, "call", deferred=True):  # `expand` may fail
+                    kernel, tensors = call.expanding(plan, kernel, k, tensors)
             runner = Runner(call, plan, kernel, sinks, ring, number, deferred, chosen)
         result = runner.run(q, *tensors)
         if deferred and not call.requires_grad:  # no optimizer will wait for the comparison
