@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 from command_line import Inside, ringattn
+from imported import import_file
 from safetensors.torch import save_file
 
 from ringattn.cli.config.overrides import prepare
@@ -227,16 +226,8 @@ def test_the_change_from_one_device_to_many_in_the_readme() -> None:
     assert torch.allclose(names["out"], known, atol=1e-6)
 
 
-def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_figures_of_the_readme_are_those_of_its_plan_and_of_the_newest_stored_run() -> None:
-    for path, draw in figures().STORED.items():
+    for path, draw in import_file(ROOT / "docs/figures.py").STORED.items():
         drawn = draw()
         assert path.read_text() == drawn, "draw it again: python docs/figures.py"
         assert "prefers-color-scheme:dark" in drawn
@@ -375,7 +366,7 @@ def test_the_pages_of_a_study_and_of_advice_fit(tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_words_of_figures_do_not_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figures().draw_all(tmp_path)
+    import_file(ROOT / "docs/figures.py").draw_all(tmp_path)
     drawn = "".join(f"<div>{path.read_text()}</div>" for path in (*tmp_path.glob("*.svg"), *ROOT.glob("docs/*.svg")))
     seen = probe(f"<!doctype html><title></title><body>{drawn}</body>", OVERLAPS, tmp_path, width=1280)
     assert seen["words"] > 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from imported import import_file
 
 import ringattn as ra
 
@@ -19,10 +19,7 @@ ROWS = 7
 
 def attend_both(rank: int, causal: bool) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(textbook, ring_attention, dense) of this rank's rows of out, dq, dk and dv, in fp64."""
-    spec = importlib.util.spec_from_file_location("textbook_ring", PAGE)
-    assert spec is not None and spec.loader is not None
-    textbook: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(textbook)
+    textbook = import_file(PAGE)
     ranks, source = dist.get_world_size(), torch.Generator().manual_seed(5)
     whole = [torch.randn(2, 3, ROWS * ranks, 8, generator=source, dtype=torch.float64) for _ in range(4)]
     own = slice(rank * ROWS, (rank + 1) * ROWS)

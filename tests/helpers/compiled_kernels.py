@@ -12,7 +12,6 @@ matrix products, an instruction on local memory, or overwrites a register that a
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -20,13 +19,13 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import jinja2
 import torch
 import triton
+from imported import import_file
 from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -220,16 +219,7 @@ def render_flex(part: str, head_dim: int, sizes: dict[str, int], folder: Path) -
     )
     path = folder / f"{part}_{head_dim}_{'_'.join(map(str, sizes.values()))}.py"
     path.write_text(f"import triton\nimport triton.language as tl\n{text}")
-    return load(path).kernel
-
-
-def load(path: Path) -> ModuleType:
-    """Import a file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(path).kernel
 
 
 def find_overwritten(code: list[tuple[int, str]]) -> list[str]:

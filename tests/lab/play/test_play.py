@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import re
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from browser import BROWSER, OVERLAPS, QUIET, WIDTHS, probe_all
 from command_line import Inside
+from imported import import_file
 
 from ringattn import InvalidInput
 from ringattn.lab.play.answer import answer
@@ -147,14 +146,6 @@ def test_a_browser_shows_the_figures_of_the_answer(server: PlayServer, tmp_path:
     assert "<td>kv of 1 to 2" in done.stdout and "ranks=4 layout=contiguous" in done.stdout
 
 
-def playground() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("playground", ROOT / "docs/playground.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 #: Opens one view after the other, each from the answers that came with the page, and then asks for one that has to wait
 #: for Python, which a page of a file cannot load.
 VIEWS = """
@@ -185,7 +176,7 @@ VIEWS = """
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_page_of_the_site_fits_and_says_what_it_cannot_answer(tmp_path: Path) -> None:
-    module = playground()
+    module = import_file(ROOT / "docs/playground.py")
     page = render({"answers": module.known_answers(), "words": module.WORDS, "home": "../index.html"})
     script = VIEWS.replace("LOOK", OVERLAPS)
     for scheme in ("light", "dark"):
