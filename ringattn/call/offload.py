@@ -91,7 +91,7 @@ class OffloadRunner(Runner):
     counters: Counters = field(default_factory=Counters, compare=False)
 
     def of_call(self, rows: Any, sinks: Tensor | None, chosen: Tensor | None) -> OffloadRunner:
-        """A copy of this runner for one call, with k or what is expanded, and, if the call has dropout, a seed."""
+        """A copy of this runner for one call, whose keys are k or Rows, with a seed if the call has dropout."""
         sinks, chosen = (None if x is None else x.to(self.device) for x in (sinks, chosen))
         kernel, _ = self.call.expanding(self.plan, self.kernel.seeded(), rows, [])
         return replace(self, kernel=kernel, sinks=sinks, chosen=chosen)

@@ -27,7 +27,8 @@ class Log:
     tokens: the number of tokens of a step, on all ranks.
     held_out: returns the loss of other texts; called on all ranks in each `every`-th step, in time that no step counts.
 
-    A step's time ends with its call and began with the last one, whatever else was done in between.
+    The time of a step runs from the end of the last call to this one: whatever a program does in between, such as
+    saving a checkpoint, counts.
 
     Calls are collective, and rank 0 writes. Losses are means over the ranks. Memory is the peak so far of the rank that
     needed most, on CUDA that of torch's tensors.

@@ -488,7 +488,11 @@ class _Attempt:
 
 
 class _BitsAttempt(_Attempt):
-    """Keeps the results of all ranks, by name."""
+    """Keeps the results of all ranks, by name, in `bits`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.bits: dict[str, Tensor] = {}
 
     def check(
         self, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float], scale: float
@@ -496,12 +500,12 @@ class _BitsAttempt(_Attempt):
         whole = torch.zeros(*ours.shape[:2], exact.shape[2], *ours.shape[3:], dtype=ours.dtype, device=ours.device)
         whole[:, :, rows.to(ours.device)] = ours
         dist.all_reduce(whole.view(torch.uint8), group=self.group)
-        vars(self).setdefault("bits", {})[name] = whole
+        self.bits[name] = whole
         return super().check(name, ours, rows, exact, allowed, scale)
 
 
 def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
-    """`prepare` for the first rank, the first two, and so on, of which each group gets the same whole inputs.
+    """`prepare` for groups of one rank, two ranks, and so on up to four, which all get the same whole inputs.
 
     Other bits are wrong if the target has an argument `same_bits`, which promises them; else the verdict is "rounded".
     """
@@ -519,11 +523,10 @@ def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) 
             if one.verdict in ("refused", "crash") and not promised:
                 one = Verdict("not offered", f"on {many} ranks: {one.why}")
             verdicts.append(one)
-            found: dict[str, Tensor] = vars(trial).get("bits", {})
             if rank or one.verdict in ("not offered", "refused", "crash"):
                 continue  # rank 0 alone is in all groups
-            first = found if first is None else first
-            for name, bits in found.items():
+            first = trial.bits if first is None else first
+            for name, bits in trial.bits.items():
                 if not torch.equal(bits.view(torch.uint8), first[name].view(torch.uint8)):
                     why = f"{name} has other bits on {many} ranks than on fewer"
                     verdicts.append(Verdict("wrong" if promised else "rounded", why, name))

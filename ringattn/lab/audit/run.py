@@ -63,7 +63,7 @@ if __name__ == "__main__":
 class Finding:
     """What an audit found about one feature: the verdicts of all ranks on the smallest case that fails as `case` does.
 
-    The other way round: if nothing fails, `smallest` is the case that was tried.
+    If no rank fails, `smallest` is `case`.
     """
 
     case: Case
@@ -196,7 +196,7 @@ class _Rank:
         self.rank, self.ranks, self.patience = rank, dist.get_world_size(), patience
         self.target, self.on_report = load_target(name, model), report
         self.findings: dict[str, Finding] = {}
-        #: The case and how many ranks had no result of it, and since when.
+        #: The number of the case that runs, how many ranks have no result of it, and since when it is so many.
         self.seen: tuple[tuple[str, int], float] = ("", 0), 0.0
         on_gpu = dist.get_backend() == "nccl"
         device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
