@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .contract import CallData, KernelPass, Pair, QueryRows, Tensors, WrappingKe
 from .dropout import key_steps, row_streams
 from .memory import as_dtype, empty_rows, wide, wide_zeros
 from .pad import HIDDEN, crop_to, delta, with_column, with_delta
-from .softmax import begin_sums, join, join_sinks
+from .softmax import begin_sums, join_, join_sinks
 
 #: Leaves are computed with a multiple of this many rows, of which the last may be padding: bits of calls with few rows
 #: depend on where they lie in memory.
@@ -32,14 +32,24 @@ CALL_ROWS = 1 << 14
 class LeafCall(NamedTuple):
     """Pairs of leaves of equal shape and mask, which are one call of the op; dimension 0 of its tensors counts them.
 
-    `hidden`, on the CPU, are the pairs that the mask hides, if `work` does not say it; `empty` are the rows without a
-    key, if any.
+    `queries` and `keys` say where they are in `LeafTable`. `hidden`, on the CPU, are the pairs that the mask hides, if
+    `work` does not say it; `empty` are the rows without a key, if any.
     """
 
     pairs: tuple[LeafPair, ...]
+    queries: slice | Tensor
+    keys: slice | Tensor
     work: Work
     hidden: Tensor | None
     empty: Tensor | None
+
+
+class LeafTable(NamedTuple):
+    """The calls of a visit, and the rows of the leaves of queries and keys that they read, by the length of a leaf."""
+
+    queries: dict[int, list[range]]
+    keys: dict[int, list[range]]
+    calls: tuple[LeafCall, ...]
 
 
 class Leafwise(WrappingKernel):
@@ -61,29 +71,64 @@ class Leafwise(WrappingKernel):
         """The calls of each visit, and the numbers of the leaves of keys that each leaf of queries meets."""
         leaves = [visit.leaves for visit in visits if visit.leaves is not None]
         by_query = {leaf: seen for visit in leaves for leaf, seen in visit.by_query.items()}
-        return [tuple(_calls_of(visit.pairs, heads, kv_heads, self.device)) for visit in leaves], by_query
+        return [_tabulate(visit.pairs, heads, kv_heads, self.device) for visit in leaves], by_query
 
     def begin(self, call: CallData, q: Tensor, block: Tensors) -> KernelPass:
         return LeafPass(self.inner.derive(dropout=self.dropout), call, q, block)
 
 
-def _calls_of(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torch.device) -> Iterator[LeafCall]:
-    groups: dict[tuple[int, int, tuple[Tile, ...]], list[LeafPair]] = {}
+def _tabulate(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torch.device) -> LeafTable:
+    queries, keys = _by_length(pair.q for pair in pairs), _by_length(pair.k for pair in pairs)
+    at = [{run: i for runs in side.values() for i, run in enumerate(runs)} for side in (queries, keys)]
+    groups: dict[tuple[int, int, tuple[Tile, ...]], list[tuple[int, int, LeafPair]]] = {}
     for pair in pairs:
-        groups.setdefault((len(pair.q), len(pair.k), pair.tiles), []).append(pair)
-    for (rows, keys, tiles), group in groups.items():
-        n, m = (-(-x // ALIGNED) * ALIGNED for x in (rows, keys))
+        place = (at[0][pair.q], at[1][pair.k], pair)
+        groups.setdefault((len(pair.q), len(pair.k), pair.tiles), []).append(place)
+    return LeafTable(queries, keys, tuple(_calls_of(groups, heads, kv_heads, device)))
+
+
+def _by_length(runs: Iterable[range]) -> dict[int, list[range]]:
+    found: dict[int, list[range]] = {}
+    for run in sorted({*runs}, key=lambda run: run.start):
+        found.setdefault(len(run), []).append(run)
+    return found
+
+
+def _calls_of(
+    groups: dict[tuple[int, int, tuple[Tile, ...]], list[tuple[int, int, LeafPair]]],
+    heads: int, kv_heads: int, device: torch.device,
+) -> Iterator[LeafCall]:  # fmt: skip
+    for (rows, columns, tiles), group in groups.items():
+        n, m = (-(-x // ALIGNED) * ALIGNED for x in (rows, columns))
         work = Work(range(heads), range(kv_heads), range(n), (range(m),))
         hidden = empty = None
-        if tiles == (Tile(range(heads), range(rows), range(keys), 0),) and rows == keys:
+        if tiles == (Tile(range(heads), range(rows), range(columns), 0),) and rows == columns:
             work = replace(work, lo=0)
-        elif tiles != (Tile(range(heads), range(rows), range(keys)),) or keys < m:
+        elif tiles != (Tile(range(heads), range(rows), range(columns)),) or columns < m:
             work, hidden = replace(work, lo=0), torch.from_numpy(_hide(tiles, heads, n, m))
             unseeing = hidden.all(-1)
             empty = unseeing.to(device) if bool(unseeing.any()) else None
-        most = max(CALL_ROWS // (max(n, m) * heads), 1)
-        for first in range(0, len(group), most):
-            yield LeafCall(tuple(group[first : first + most]), work, hidden, empty)
+        for part in _cut(group, max(CALL_ROWS // (max(n, m) * heads), 1)):
+            queries, keys, found = zip(*part, strict=True)
+            yield LeafCall(found, _place(queries, device), _place(keys, device), work, hidden, empty)
+
+
+def _cut(group: Sequence[tuple[int, int, LeafPair]], most: int) -> Iterator[list[tuple[int, int, LeafPair]]]:
+    """Pairs of one call each, at most `most`; where it can be, neighbors on both sides, which need no copies."""
+    part: list[tuple[int, int, LeafPair]] = []
+    for each in sorted(group, key=lambda each: (each[0] - each[1], each[0])):
+        follows = bool(part) and (each[0] - 1, each[1] - 1) == part[-1][:2]
+        if len(part) == most or (2 * len(part) >= most and not follows):
+            yield part
+            part = []
+        part.append(each)
+    yield part
+
+
+def _place(at: Sequence[int], device: torch.device) -> slice | Tensor:
+    if tuple(at) == tuple(range(at[0], at[0] + len(at))):
+        return slice(at[0], at[0] + len(at))
+    return torch.tensor(at, device=device)
 
 
 def _hide(tiles: Sequence[Tile], heads: int, rows: int, keys: int) -> np.ndarray:
@@ -97,13 +142,23 @@ def _hide(tiles: Sequence[Tile], heads: int, rows: int, keys: int) -> np.ndarray
     return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
 
-def _gather(x: Tensor, runs: Sequence[range], count: int, fill: float = 0.0) -> Tensor:
-    """Rows of x [B, H, n, ...] for each run, [runs * B, H, count, ...]: a new tensor whose slices are all aligned."""
+def _stack(x: Tensor, by_length: dict[int, list[range]], fill: float = 0.0) -> dict[int, Tensor]:
+    """Copies of leaves of x [B, H, n, ...], [leaves, B, H, length, ...] by padded length, each aligned."""
     batch, heads, _, *width = x.shape
-    found = x.new_full((len(runs), batch, heads, count, *width), fill)
-    for target, run in zip(found, runs, strict=True):
-        target[:, :, : len(run)] = x[:, :, run.start : run.stop]
-    return found.flatten(0, 1)
+    stacks = {}
+    for length, runs in by_length.items():
+        padded = -(-length // ALIGNED) * ALIGNED
+        stacks[length] = found = x.new_empty((len(runs), batch, heads, padded, *width))
+        found[:, :, :, length:] = fill
+        for target, run in zip(found, runs, strict=True):
+            target[:, :, :length] = x[:, :, run.start : run.stop]
+    return stacks
+
+
+def _take(stacks: Iterable[dict[int, Tensor]], length: int, at: slice | Tensor) -> Iterator[Tensor]:
+    """The leaves of a call, [pairs * B, H, length, ...], of each tensor."""
+    for each in stacks:
+        yield each[length][at].flatten(0, 1)
 
 
 class LeafSums:
@@ -114,7 +169,7 @@ class LeafSums:
         self.lse = empty_rows(q.shape[:3], torch.float64, q.device)
         begin_sums(self.out, self.lse)
         self.trees: dict[int, Tree[Pair]] = {
-            leaf: Tree(seen, lambda one, other: join(*one, *other)) for leaf, seen in call.prepared.items()
+            leaf: Tree(seen, lambda one, other: join_(*one, *other)) for leaf, seen in call.prepared.items()
         }
 
     def put(self, pair: LeafPair, node: Pair) -> None:
@@ -128,7 +183,7 @@ class LeafSums:
 
 
 def _add(one: Tensors, other: Tensors) -> Tensors:
-    return tuple([x + y for x, y in zip(one, other, strict=True)])
+    return tuple([x.add_(y) for x, y in zip(one, other, strict=True)])
 
 
 class LeafGrads:
@@ -199,10 +254,11 @@ class LeafPass(KernelPass):
 
     def visit_forward(self, visit: Visit, q: Tensor, block: Tensors, sums: LeafSums) -> None:
         by_query, by_key = self._numbers(visit)
-        for call in visit.table:
-            n, m = len(call.work.q), call.work.keys
-            query, *streams = (_gather(x, [pair.q for pair in call.pairs], n) for x in (q, *by_query))
-            k, v, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (*block, *by_key))
+        rows = [_stack(x, visit.table.queries) for x in (q, *by_query)]
+        columns = [_stack(x, visit.table.keys) for x in (*block, *by_key)]
+        for call in visit.table.calls:
+            query, *streams = _take(rows, len(call.pairs[0].q), call.queries)
+            k, v, *steps = _take(columns, len(call.pairs[0].k), call.keys)
             out, lse = self._kernel_of(call, *streams, *steps).forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
@@ -225,11 +281,12 @@ class LeafPass(KernelPass):
             self._own = grad, rows.q, out
         v = v if rows.grad_lse is None else with_column(v, float(not by_query))
         columns = {leaf: Tree(seen, _add) for leaf, seen in leaves.by_key.items()}
-        for call in visit.table:
-            n, m, runs = len(call.work.q), call.work.keys, [pair.q for pair in call.pairs]
-            grad, query, out, *streams = (_gather(x, runs, n) for x in (*self._own, *by_query))
-            keys, values, *steps = (_gather(x, [pair.k for pair in call.pairs], m) for x in (k, v, *by_key))
-            lse = _gather(rows.lse, runs, n, HIDDEN)
+        of_queries = [_stack(x, visit.table.queries) for x in (*self._own, *by_query)]
+        of_queries.append(_stack(rows.lse, visit.table.queries, HIDDEN))
+        of_keys = [_stack(x, visit.table.keys) for x in (k, v, *by_key)]
+        for call in visit.table.calls:
+            grad, query, out, *streams, lse = _take(of_queries, len(call.pairs[0].q), call.queries)
+            keys, values, *steps = _take(of_keys, len(call.pairs[0].k), call.keys)
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
             kernel = self._kernel_of(call, *streams, *steps)
             found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)

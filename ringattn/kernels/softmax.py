@@ -1,6 +1,6 @@
 """The merge of partial softmaxes. The formula is only here and in the Triton kernel of `kernels.fused`.
 
-`join` has it once more, by ops whose bits do not depend on the place of a number in a tensor.
+`join_` has it once more, by ops whose bits do not depend on the place of a number in a tensor.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     return torch.lerp(out, part, gate), torch.logaddexp(lse, part_lse).masked_fill(empty, -torch.inf)
 
 
-def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` by exp, log, and basic arithmetic alone, with no gradient; lse are fp64.
+def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge` by exp, log, and basic arithmetic alone, with no gradient, into `out`; lse are fp64.
 
     On CPUs torch computes sigmoid, logaddexp and lerp by other instructions in vectors than in the rest of a tensor or
     with strides, so that bits of the usual merge depend on the place of a row. Those of these ops do not.
@@ -67,13 +67,13 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tens
     one, other = (lse - most).exp_(), (part_lse - most).exp_()
     total = one + other
     first, second = (as_dtype(x / total.clamp_min(1.0), out.dtype).unsqueeze(-1) for x in (one, other))
-    return out * first + part * second, most + total.log()
+    return out.mul_(first).add_(part * second), most + total.log()
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge_sinks_` by `join`, as new tensors; lse is fp64."""
+    """`merge_sinks_` by `join_`, which may change `out`; lse is fp64."""
     sink = _logits(sinks, lse).expand_as(lse)
-    return join(as_dtype(out, wide(out.dtype)), lse, out.new_zeros((), dtype=wide(out.dtype)), sink)
+    return join_(as_dtype(out, wide(out.dtype)), lse, out.new_zeros((), dtype=wide(out.dtype)), sink)
 
 
 def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

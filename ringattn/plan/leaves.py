@@ -217,11 +217,11 @@ class Leaves:
         """The nodes of dk and dv that `rank` sends to an owner: what its queries complete of the trees of each leaf."""
         mine, found = [leaf for leaf, _ in self.local(rank)], list[tuple[int, range, list[tuple[int, int]]]]()
         for j, rows in self.local(owner):
-            tree: Tree[bool] = Tree(self.numbers("queries", j), lambda one, other: True)
-            for i in mine:
-                if any(i in run for run in self.rounded.seen("queries", j)):
+            if seeing := [i for i in mine if any(i in run for run in self.rounded.seen("queries", j))]:
+                tree: Tree[bool] = Tree(self.numbers("queries", j), lambda one, other: True)
+                for i in seeing:
                     tree.put(0, i - self.first[i], True)
-            found += [(j, rows, sorted(tree.nodes))] if tree.nodes else []
+                found.append((j, rows, sorted(tree.nodes)))
         return Nodes(
             tuple(range(self.plan.kv_heads)),
             ((range(sum(len(rows) * len(names) for _, rows, names in found)),),),
