@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, gcd
-from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
@@ -129,18 +129,6 @@ class Parallel:
         """The number of micro-batches in a step of one dp group."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
 
-    def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """A model with only the layers of the pipeline stage that takes longest.
-
-        It has the largest number of layers, those with the most work, and either the embedding or the output matrix.
-        Its weights are stored in the dtype of training, not in that of the published model.
-        """
-        stored: dict[str, Any] = {"mlp_item": None, "attention_item": None, "tied": model.tied or self.pp > 1}
-        layers, work = ceil(model.layers / self.pp), model.work(tokens)
-        starts = range(0, model.layers - layers + 1, layers)
-        start = max(starts, key=lambda one: sum(work[one : one + layers]))
-        return replace(model.part(start, start + layers), **stored)
-
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
         """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""
         node = machine.ranks_per_node
@@ -207,3 +195,17 @@ class Parallel:
                 f"checkpointing=host: {machine.preset or 'this machine'} has no rate to the host's memory; give "
                 "machine.host_bandwidth="
             )
+
+
+@lru_cache(maxsize=64)
+def busiest_stage(model: ModelConfig, tokens: int, stages: int) -> ModelConfig:
+    """A model with only the layers of the pipeline stage that takes longest; cached, as a search asks many times.
+
+    It has the largest number of layers, those with the most work, and either the embedding or the output matrix. Its
+    weights are stored in the dtype of training, not in that of the published model.
+    """
+    layers, work = ceil(model.layers / stages), model.work(tokens)
+    starts = range(0, model.layers - layers + 1, layers)
+    start = max(starts, key=lambda one: sum(work[one : one + layers]))
+    stage = model.part(start, start + layers)
+    return replace(stage, mlp_item=None, attention_item=None, tied=model.tied or stages > 1)

@@ -23,7 +23,7 @@ from .layer import (
     message_seconds,
     slowdown_seconds,
 )
-from .parallel import SHARDS, Parallel
+from .parallel import SHARDS, Parallel, busiest_stage
 from .recurrence import LayerRecurrence
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP does.
@@ -143,7 +143,7 @@ def training_step(
     parallel.check(model, machine, tokens)
     count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
-    stage = parallel.busiest_stage(model, tokens)
+    stage = busiest_stage(model, tokens, parallel.pp)
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     layers = [(count, one.queued(costs.seconds, costs.backward, costs.again)) for count, one in layers]

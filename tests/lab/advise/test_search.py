@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -255,3 +257,25 @@ def test_packed_documents_are_searched_with_layouts_that_balance_them() -> None:
     assert question.resized(4).documents[0] == 32000 and question.resized(0.25).tokens == sum(x // 4 for x in lengths)
     with pytest.raises(InvalidInput, match="do not fill a sequence of 4,096"):
         advise(ask(offers=(offer,), tokens=4096, documents=(4000,)))
+
+
+def test_the_bound_of_a_candidate_is_cheap() -> None:
+    """61 layers on 256 GPUs have 17,090 candidates, and most end with their bound: it takes few calls of Python."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    question, calls = Question(load_model("deepseek_v3"), (offer,), 1 << 17, 256), 0
+    spreads = [*list_spreads(question, offer.machine, 256)]
+    assert len(spreads) == 17090
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for parallel in (one := spreads[::170]):  # the stages are kept
+        question.step(offer.machine, parallel, least_attention_of_layers)
+    sys.setprofile(count)
+    try:
+        for parallel in one:
+            question.step(offer.machine, parallel, least_attention_of_layers)
+    finally:
+        sys.setprofile(None)
+    assert calls < 800 * len(one), f"{calls / len(one):.0f} calls a candidate; 7,800 where each layer is counted again"
