@@ -69,7 +69,7 @@ def _join_chunks(chunks: list[ModelEstimate]) -> ModelEstimate:
 def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel, chunk: int) -> ModelEstimate:
     """The prefill of the last chunk of `tokens` tokens."""
     queries = (tokens - 1) % chunk + 1
-    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp))
+    costs = LayerCosts(model, machine, parallel, parallel.rows * ceil(queries / parallel.cp), training=False)
     layers = attention_of_layers(model, machine, tokens, parallel, backward=False, chunk=chunk)
     layers = [(count, one.queued(costs.seconds)) for count, one in layers]
     recurrent = recurrence_of_layers(model, machine, queries, parallel)
@@ -109,7 +109,7 @@ def decode(
     """
     model = _check(model, machine, context, parallel)
     batch = parallel.rows
-    costs = LayerCosts(model, machine, parallel, batch)
+    costs = LayerCosts(model, machine, parallel, batch, training=False)
     copied = 1 if windows == "copy" else parallel.cp
     kept = [ceil(context / parallel.cp) if x is None else ceil(min(x, context) / copied) for x in model.windows]
     memory = _memory(costs, sum(kept), batch)
