@@ -67,7 +67,7 @@ def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
-        checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+        checkpointing="full" if parallel.on_host or parallel.checkpointing == "attention" else parallel.checkpointing,
         software=software,
     )
 

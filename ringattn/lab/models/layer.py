@@ -415,16 +415,17 @@ class LayerCosts:
         (2 h) and of the activation function (m), which a compiler computes again. With tp, the gathered inputs of
         products, which torch's autograd keeps: h each, of all ranks. With experts, the e rows per token at
         their input and output (2 e h). After Korthikanti et al. (2022), without dropout masks and scores. With
-        checkpointing="host" the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
+        inputs on the host the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
         the keys and values that are made of them.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen, one = model.experts_per_token, model.recurrence
         columns = chosen * ((2 if model.gated else 1) + more) * model.mlp if "m" in kind else 0
         columns += 2 * chosen * model.hidden if model.experts > 1 and "m" in kind else 0
-        tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
+        tile = min(self.rows, model.hidden) if self.parallel.on_host else self.rows
         rest = (2 + 2 * more) * model.hidden * (1 if len(kind) > 1 else 0.5) // tp
-        rest += self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim) if "a" in kind else 0
+        inputs = self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim)
+        rest += inputs // self.parallel.pieces(model) if "a" in kind else 0
         rest += one.projected // tp if "r" in kind and one is not None else 0
         # Gathers before attention and before the MLP, without a reduction after each; a rank's own rows are no copies.
         gathers, copies = self.software.exchanges - 2, model.hidden - model.hidden // tp

@@ -15,8 +15,9 @@ from .config import ModelConfig
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
 #: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "host": its input, in
 #: the memory of the host, as are gradients and the optimizer's states, and the MLP computes one tile of rows after
-#: another (ALST, arXiv:2506.13996).
-CHECKPOINTING = ("none", "selective", "attention", "full", "host")
+#: another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value heads after
+#: another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
+CHECKPOINTING = ("none", "selective", "attention", "full", "host", "heads")
 #: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
@@ -122,7 +123,16 @@ class Parallel:
     @property
     def recomputes_all(self) -> bool:
         """Whether a backward computes attention again."""
-        return self.checkpointing in ("full", "host")
+        return self.on_host or self.checkpointing == "full"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether layers' inputs, gradients and the optimizer's states are in the memory of the host."""
+        return self.checkpointing in ("host", "heads")
+
+    def pieces(self, model: ModelConfig) -> int:
+        """In how many pieces a rank computes the attention of a layer: each of one key/value head, or all at once."""
+        return max(model.kv_heads // self.tp, 1) if self.checkpointing == "heads" else 1
 
     @property
     def count(self) -> int:
@@ -151,6 +161,8 @@ class Parallel:
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         self._check_rates(machine)
+        if model.latent is not None and self.checkpointing == "heads":
+            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
         if self.documents and sum(self.documents) != tokens:
             raise InvalidInput(
                 f"documents: their {sum(self.documents):,} tokens do not fill a sequence of {tokens:,}; give the "
@@ -190,9 +202,9 @@ class Parallel:
                 f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
                 "give machine.matmul_fp8="
             )
-        if self.checkpointing == "host" and machine.host_bandwidth is None:
+        if self.on_host and machine.host_bandwidth is None:
             raise InvalidInput(
-                f"checkpointing=host: {machine.preset or 'this machine'} has no rate to the host's memory; give "
+                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's memory; give "
                 "machine.host_bandwidth="
             )
 
