@@ -256,9 +256,9 @@ class LayerCosts:
         its data once. h is the hidden size, m the columns of the activation. Bytes per token, if activations take 2
         bytes: 2 norms 4 h each (36 h if unfused, which computes in fp32); 2 residuals 6 h each; rotary positions 4 (H +
         K) D (unfused 20); the activation 6 m with a gate (unfused 10 m), 4 m without. With e experts per token also 8 e
-        h to send tokens there and back; with 8-bit products also `CAST` for each input in training, while serving
-        casts in the kernels before (vLLM, TensorRT-LLM). Models without a gate use a library's norm, which is one
-        kernel.
+        h to sort rows by rank and back and, with several experts on a rank, as many to sort by expert what arrives;
+        with 8-bit products also `CAST` for each input in training, while serving casts in the kernels before (vLLM,
+        TensorRT-LLM). Models without a gate use a library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -267,7 +267,8 @@ class LayerCosts:
         moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim * self._share("a")
         moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
-            moved += 8 * model.experts_per_token * model.hidden / tp
+            sorts = 1 if self.parallel.ep in (1, model.experts - model.shared) else 2
+            moved += sorts * 8 * model.experts_per_token * model.hidden / tp
         if self.software.fp8 and self.training:
             rows = 1 if model.experts == 1 else model.experts_per_token  # each expert casts the rows that it gets
             inputs = model.hidden * (self._share("ar") + rows * self._share("m"))
