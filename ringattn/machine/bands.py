@@ -28,10 +28,10 @@ class ErrorBand:
 
 #: The error bands of each preset by size class; None: no published measurement.
 BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
-    "a100_nvlink_ib": (ErrorBand(24, 1.15, 3.51), ErrorBand(16, 0.96, 1.26), ErrorBand(113, 1.06, 1.34)),
+    "a100_nvlink_ib": (ErrorBand(24, 1.15, 3.51), ErrorBand(16, 0.91, 1.11), ErrorBand(113, 1.06, 1.34)),
     "a100_pcie": (ErrorBand(18, 0.53, 1.17), ErrorBand(12, 0.93, 2.22), ErrorBand(18, 0.8, 1.43)),
     "h100_nvlink_ib": (None, ErrorBand(128, 0.96, 1.1), ErrorBand(12, 0.84, 1.04)),
-    "h800_nvlink_ib": (None, ErrorBand(16, 0.84, 1.16), None),
+    "h800_nvlink_ib": (None, ErrorBand(16, 0.83, 1.15), None),
 }
 
 

@@ -24,7 +24,7 @@ TABLES = ("kernel", "kernel_rates", "residuals")
 #: The number of residuals that an interval is made from: about as many as a calibration runs passes of one size.
 NEAREST_RUNS = 80
 #: Numbers that only whole models use.
-MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory", "host_bandwidth")
+MODEL_ONLY = ("peak", "matmul", "matmul_fp8", "memory", "host_bandwidth", "in_switch")
 #: Fields that a preset's error band does not depend on; one_gather, as published gathers were predicted with it.
 BESIDE_BANDS = {*MODEL_ONLY, "watts", "price", "mtbf", "checkpoint", "restart", "sources", "one_gather"}
 #: The calibrations that measure a number: "every" calibration, or only a calibration of several "ranks".
@@ -135,6 +135,7 @@ class Machine:
     peak: float | None = None
     matmul: float | None = None
     matmul_fp8: float | None = None
+    in_switch: float | None = None
     memory: float | None = None
     host_bandwidth: float | None = None
     watts: float | None = None

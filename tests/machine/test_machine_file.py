@@ -152,6 +152,7 @@ def test_every_machine_by_name_says_where_its_numbers_come_from() -> None:
                     "whitepaper",
                     "white paper",
                     "pytorch/ao",
+                    "NCCL's own model",
                     "torchtitan",
                     "the same",
                 )

@@ -222,7 +222,8 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = divisors(gcd(model.experts - model.shared, cp * dp))
-        kinds = [kind for kind in CHECKPOINTING if kind != "host" or machine.host_bandwidth is not None]
+        kinds = CHECKPOINTING[: -1 if model.latent is not None or model.kv_heads == tp else None]
+        kinds = kinds if machine.host_bandwidth is not None else CHECKPOINTING[: CHECKPOINTING.index("host")]
         for ep, checkpointing, shard in product(experts, kinds, shards):
             options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": question.software}
             options["documents"] = question.documents
@@ -251,7 +252,8 @@ def list_plans(machine: Machine, model: ModelConfig, parallel: Parallel) -> Sequ
     if 1 < node < cp and cp % node == 0:
         schedules.append(f"double_ring({node})")
     groups = node if node > 1 else cp
-    shared = (cp, model.heads // tp, model.kv_heads // tp)
+    pieces = parallel.pieces(model)
+    shared = (cp, model.heads // tp // pieces, model.kv_heads // tp // pieces)
     schedules += [
         f"ulysses({count}, ring)"
         for count in range(2, min(groups, cp) + 1)
@@ -275,8 +277,8 @@ def least_attention_of_layers(
     output, dims = heads * model.value_dim, model.head_dim + model.value_dim
     of_keys = max(model.kv_heads // parallel.tp, 1) * dims if model.latent is None else model.latent.rank
     inputs = heads * model.head_dim + of_keys
-    # The gradient of the output; accumulators and gradients of q, k and v; the gradients of one visit.
-    buffers = rows * (output * item + inputs * (2 * wide + (item if item != wide else 0)))
+    # The gradient of the output; accumulators of q, k and v; the gradients of one visit.
+    buffers = rows * (output * item + inputs * 2 * wide // parallel.pieces(model))
     # A zigzag shard has two pieces, each with a partly filled thread block.
     blocks = parallel.rows * heads * (ceil(tokens / parallel.cp) / BLOCK + 2)
 

@@ -25,7 +25,7 @@ CONFIGS = {
 IN_FP8 = {"llama3_405b": "llama3_405b", "deepseek_v3": "deepseek_v3_671b_float8"}
 IN_BLOCKS = {"llama3_8b": "llama3_8b_mxfp8"}
 #: GPUs of a host, for machines whose nodes are racks of several hosts.
-IN_HOST = {"gb200_nvl72": 4}
+IN_HOST = {"gb200_nvl72": 4, "gb300_nvl72": 4}
 #: Modules whose attention, by calls for packed documents, refuses context parallelism.
 VARLEN = ("gpt_oss",)
 
@@ -41,7 +41,7 @@ def configuration(model: ModelConfig, machine: Machine, parallel: Parallel) -> t
     if software.lora is not None:
         return "", f"torchtitan {RELEASE} has adapters only in configurations of your own"
     if software.fp8:
-        blackwell = machine.preset.startswith(("b200", "b300", "gb200"))
+        blackwell = machine.preset.startswith(("b200", "b300", "gb200", "gb300"))
         config = IN_FP8.get(name) or (IN_BLOCKS.get(name, "") if blackwell else "")
     elif name == IN_FP8.get(name):  # its only configuration
         config = ""
@@ -67,7 +67,7 @@ def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
-        checkpointing={"attention": "full", "host": "full"}.get(parallel.checkpointing, parallel.checkpointing),
+        checkpointing="full" if parallel.on_host or parallel.checkpointing == "attention" else parallel.checkpointing,
         software=software,
     )
 

@@ -9,6 +9,7 @@ from math import ceil, gcd
 from typing import Any
 
 from ...call.planner import make_plans
+from ...dtypes import ITEM_BYTES
 from ...layout.composed import join_layouts, shift_layout
 from ...layout.regular import make_layout
 from ...machine.machine import Machine
@@ -46,6 +47,11 @@ class LayerAttention:
     late: tuple[float, float] = (0.0, 0.0)
     #: Seconds of a forward that is computed again.
     again: float = 0.0
+
+    def repeated(self, times: int, kept: int) -> LayerAttention:
+        """The attention of a layer that computes this one `times` times in turn, and keeps so many bytes meanwhile."""
+        late, buffers = (times * self.late[0], times * self.late[1]), self.buffers + kept
+        return replace(self, forward=times * self.forward, backward=times * self.backward, late=late, buffers=buffers)
 
     def queued(self, forward: float, backward: float = 0.0, again: float = 0.0) -> LayerAttention:
         """The attention where the rest of the layer takes these seconds, in which the host starts calls ahead."""
@@ -85,9 +91,13 @@ def attention_of_layers(
     attend = partial(_attend, chunk=queries, layout=parallel.layout, documents=parallel.documents, **sizes)
     if model.latent is None:
         weights = tuple((window, count // common) for window, count in windows.items())
-        kv = {"kv_heads": max(model.kv_heads // tp, 1), "head_dim": model.head_dim}
-        layers = attend(weights, backward=backward, heads=model.heads // tp, machine=machine, **kv)
-        return list(zip(windows.values(), layers, strict=True))
+        pieces, heads = parallel.pieces(model), model.heads // tp
+        kv = {"kv_heads": max(model.kv_heads // tp, 1) // pieces, "head_dim": model.head_dim}
+        layers = attend(weights, backward=backward, heads=heads // pieces, machine=machine, **kv)
+        # The gradient of the output of the other pieces.
+        columns = (heads - heads // pieces) * model.head_dim * ITEM_BYTES[parallel.software.dtype]
+        kept = parallel.rows * ceil(tokens / parallel.cp) * columns
+        return [(count, one.repeated(pieces, kept)) for count, one in zip(windows.values(), layers, strict=True)]
     # Products that make keys and values, or queries and outputs, of latents, on the rank with the most rows.
     costs = LayerCosts(model, machine, parallel, 1)
     last = (tokens - 1) % queries + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,7 +126,11 @@ class ModelConfig:
 
     def having(self, part: str) -> int:
         """The number of layers that have a part: attention "a", a recurrence "r" or an MLP "m"; "ar": one of these."""
-        return sum(any(one in kind for one in part) for kind in self.kinds)
+        return self._having[part]
+
+    @cached_property
+    def _having(self) -> dict[str, int]:
+        return {part: sum(any(one in kind for one in part) for kind in self.kinds) for part in ("a", "r", "m", "ar")}
 
     @property
     def attending(self) -> int:
@@ -206,7 +211,7 @@ class ModelConfig:
         """Columns of a head's key and value that are made of the latent."""
         return 0 if self.latent is None else self.head_dim - self.latent.rope + self.latent.value
 
-    @property
+    @cached_property
     def mixers(self) -> int:
         """The number of parameters, over all layers, in attention and in recurrent layers."""
         own = 0 if self.recurrence is None else self.recurring * self.recurrence.own
@@ -231,7 +236,7 @@ class ModelConfig:
         """The number of parameters of an MLP without experts in a model that has experts in other layers."""
         return self.hidden * self.dense_mlp * (3 if self.gated else 2)
 
-    @property
+    @cached_property
     def mlps(self) -> int:
         """The number of parameters of all experts and MLPs."""
         return self.expert_layers * self.experts * self.expert + self.dense * self.dense_layer
@@ -246,7 +251,7 @@ class ModelConfig:
         """The number of parameters of one layer with all its experts; of layers that differ, the mean."""
         return self._layers // self.layers
 
-    @property
+    @cached_property
     def _layers(self) -> int:
         """The number of parameters of all layers."""
         routed = self.expert_layers if self.experts > 1 else 0
@@ -254,7 +259,7 @@ class ModelConfig:
         columns = self.experts - (0 if self.gates_output else self.shared)
         return self.mixers + self.mlps + routed * self.hidden * columns + self.layers * self.vectors
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of all parameters: layers, final norm, embedding, and the output matrix unless tied to it."""
         return self._layers + self.hidden + self.table * (1 if self.tied else 2)
@@ -266,7 +271,7 @@ class ModelConfig:
         fewer = mlp * (item - (self.mlp_item or item)) + attention * (item - (self.attention_item or item))
         return item * self.parameters - fewer
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """The number of parameters used for each token, without the embedding and the experts that are not chosen."""
         unused = self.expert_layers * (self.experts - self.experts_per_token) * self.expert

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
@@ -23,6 +23,8 @@ BLOCKWISE = 0.85
 #: Seconds to start a collective, part of `latency`; the rest of `latency` is per hop (NCCL, src/graph/tuning.cc: a
 #: ring starts in 6.6 us, a hop of the Simple protocol takes 3.4 us over NVLink and 14 us over a network).
 START = 6.6e-6
+#: Seconds to start an all-reduce that a node's switch adds (NCCL, the same file).
+SWITCH_START = 2.5e-5
 #: What a collective takes from concurrent computing: a share of the multiprocessors (16 to 24 channels of NCCL, of
 #: H100's 132), and memory traffic per byte of its ring (written by the neighbour, read, written to its destination).
 CHANNELS, COPIES = 20 / 132, 3
@@ -67,6 +69,16 @@ def collective_seconds(machine: Machine, size: float, ranks: int, stride: int) -
         count * max(machine.rates(way)[0] - START, 0.0) for way, count in ((True, ranks - nodes), (False, nodes - 1))
     )
     return min(latency, START) + hops + size * (ranks - 1) / ranks / bandwidth
+
+
+def switch_seconds(machine: Machine, size: float, ranks: int) -> float:
+    """Seconds of an all-reduce of `size` bytes over neighbouring ranks, added by a node's switch; inf without one.
+
+    Each rank sends its bytes to the switch while it receives sums (NCCL's NVLS), so they pass a link once, not twice.
+    """
+    if machine.in_switch is None or ranks > machine.ranks_per_node:
+        return inf
+    return SWITCH_START + size * (ranks - 1) / ranks / (machine.in_switch * machine.rates(True)[1])
 
 
 def count_inside(machine: Machine, ranks: int, stride: int) -> int:
@@ -117,6 +129,7 @@ class LayerCosts:
     machine: Machine
     parallel: Parallel
     rows: int
+    training: bool = True
 
     @cached_property
     def item(self) -> int:
@@ -243,8 +256,9 @@ class LayerCosts:
         its data once. h is the hidden size, m the columns of the activation. Bytes per token, if activations take 2
         bytes: 2 norms 4 h each (36 h if unfused, which computes in fp32); 2 residuals 6 h each; rotary positions 4 (H +
         K) D (unfused 20); the activation 6 m with a gate (unfused 10 m), 4 m without. With e experts per token also 8 e
-        h to send tokens there and back; with 8-bit products also `CAST` for each input. Models without a gate use a
-        library's norm, which is one kernel.
+        h to sort rows by rank and back and, with several experts on a rank, as many to sort by expert what arrives;
+        with 8-bit products also `CAST` for each input in training, while serving casts in the kernels before (vLLM,
+        TensorRT-LLM). Models without a gate use a library's norm, which is one kernel.
         """
         model, tp = self.model, self.parallel.tp
         eager = model.gated and not self.software.compiled
@@ -253,8 +267,9 @@ class LayerCosts:
         moved += (20 if eager else 4) * (self.heads + self.kv_heads) * model.head_dim * self._share("a")
         moved += columns * ((10 if eager else 6) if model.gated else 4)
         if model.experts > 1:
-            moved += 8 * model.experts_per_token * model.hidden / tp
-        if self.software.fp8:
+            sorts = 1 if self.parallel.ep in (1, model.experts - model.shared) else 2
+            moved += sorts * 8 * model.experts_per_token * model.hidden / tp
+        if self.software.fp8 and self.training:
             rows = 1 if model.experts == 1 else model.experts_per_token  # each expert casts the rows that it gets
             inputs = model.hidden * (self._share("ar") + rows * self._share("m"))
             moved += CAST * (inputs + self.heads * model.head_dim + columns)
@@ -264,13 +279,16 @@ class LayerCosts:
     def exchanges(self) -> float:
         """Seconds of communication in tensor parallelism: gathers and reductions of activations, and copies of results.
 
-        If matrix products overlap them, only the time by which these get slower counts.
+        If matrix products overlap them, only the time by which these get slower counts. Where nothing is trained, each
+        pair may be one all-reduce by the node's switch, without copies.
         """
         tp = self.parallel.tp
         if tp == 1:
             return 0.0
         size = self.rows * self.model.hidden * self.item
         once = collective_seconds(self.machine, size, tp, 1) + 2 * size / memory_bandwidth(self.machine)
+        if not self.training:
+            once = min(once, switch_seconds(self.machine, size, tp) / 2)
         times = self.software.exchanges * self._halves
         seconds = times * once
         if not self.software.hides_exchanges:
@@ -398,16 +416,17 @@ class LayerCosts:
         (2 h) and of the activation function (m), which a compiler computes again. With tp, the gathered inputs of
         products, which torch's autograd keeps: h each, of all ranks. With experts, the e rows per token at
         their input and output (2 e h). After Korthikanti et al. (2022), without dropout masks and scores. With
-        checkpointing="host" the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
+        inputs on the host the MLP computes one tile at a time, with as many rows as the hidden size. Latents count as
         the keys and values that are made of them.
         """
         model, tp, more = self.model, self.parallel.tp, 0 if self.software.compiled else 1
         chosen, one = model.experts_per_token, model.recurrence
         columns = chosen * ((2 if model.gated else 1) + more) * model.mlp if "m" in kind else 0
         columns += 2 * chosen * model.hidden if model.experts > 1 and "m" in kind else 0
-        tile = min(self.rows, model.hidden) if self.parallel.checkpointing == "host" else self.rows
+        tile = min(self.rows, model.hidden) if self.parallel.on_host else self.rows
         rest = (2 + 2 * more) * model.hidden * (1 if len(kind) > 1 else 0.5) // tp
-        rest += self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim) if "a" in kind else 0
+        inputs = self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim)
+        rest += inputs // self.parallel.pieces(model) if "a" in kind else 0
         rest += one.projected // tp if "r" in kind and one is not None else 0
         # Gathers before attention and before the MLP, without a reduction after each; a rank's own rows are no copies.
         gathers, copies = self.software.exchanges - 2, model.hidden - model.hidden // tp

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, gcd
-from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
@@ -15,8 +15,9 @@ from .config import ModelConfig
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
 #: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "host": its input, in
 #: the memory of the host, as are gradients and the optimizer's states, and the MLP computes one tile of rows after
-#: another (ALST, arXiv:2506.13996).
-CHECKPOINTING = ("none", "selective", "attention", "full", "host")
+#: another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value heads after
+#: another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
+CHECKPOINTING = ("none", "selective", "attention", "full", "host", "heads")
 #: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
@@ -122,24 +123,21 @@ class Parallel:
     @property
     def recomputes_all(self) -> bool:
         """Whether a backward computes attention again."""
-        return self.checkpointing in ("full", "host")
+        return self.on_host or self.checkpointing == "full"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether layers' inputs, gradients and the optimizer's states are in the memory of the host."""
+        return self.checkpointing in ("host", "heads")
+
+    def pieces(self, model: ModelConfig) -> int:
+        """In how many pieces a rank computes the attention of a layer: each of one key/value head, or all at once."""
+        return max(model.kv_heads // self.tp, 1) if self.checkpointing == "heads" else 1
 
     @property
     def count(self) -> int:
         """The number of micro-batches in a step of one dp group."""
         return self.micro_batches or (self.rows if self.pp > 1 else 1)
-
-    def busiest_stage(self, model: ModelConfig, tokens: int) -> ModelConfig:
-        """A model with only the layers of the pipeline stage that takes longest.
-
-        It has the largest number of layers, those with the most work, and either the embedding or the output matrix.
-        Its weights are stored in the dtype of training, not in that of the published model.
-        """
-        stored: dict[str, Any] = {"mlp_item": None, "attention_item": None, "tied": model.tied or self.pp > 1}
-        layers, work = ceil(model.layers / self.pp), model.work(tokens)
-        starts = range(0, model.layers - layers + 1, layers)
-        start = max(starts, key=lambda one: sum(work[one : one + layers]))
-        return replace(model.part(start, start + layers), **stored)
 
     def check(self, model: ModelConfig, machine: Machine, tokens: int) -> None:
         """Raise InvalidInput where the model, the nodes, the tokens or the sequences cannot be split this way."""
@@ -163,6 +161,8 @@ class Parallel:
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         self._check_rates(machine)
+        if model.latent is not None and self.checkpointing == "heads":
+            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
         if self.documents and sum(self.documents) != tokens:
             raise InvalidInput(
                 f"documents: their {sum(self.documents):,} tokens do not fill a sequence of {tokens:,}; give the "
@@ -202,8 +202,22 @@ class Parallel:
                 f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
                 "give machine.matmul_fp8="
             )
-        if self.checkpointing == "host" and machine.host_bandwidth is None:
+        if self.on_host and machine.host_bandwidth is None:
             raise InvalidInput(
-                f"checkpointing=host: {machine.preset or 'this machine'} has no rate to the host's memory; give "
+                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's memory; give "
                 "machine.host_bandwidth="
             )
+
+
+@lru_cache(maxsize=64)
+def busiest_stage(model: ModelConfig, tokens: int, stages: int) -> ModelConfig:
+    """A model with only the layers of the pipeline stage that takes longest; cached, as a search asks many times.
+
+    It has the largest number of layers, those with the most work, and either the embedding or the output matrix. Its
+    weights are stored in the dtype of training, not in that of the published model.
+    """
+    layers, work = ceil(model.layers / stages), model.work(tokens)
+    starts = range(0, model.layers - layers + 1, layers)
+    start = max(starts, key=lambda one: sum(work[one : one + layers]))
+    stage = model.part(start, start + layers)
+    return replace(stage, mlp_item=None, attention_item=None, tied=model.tied or stages > 1)

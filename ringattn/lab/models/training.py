@@ -23,7 +23,7 @@ from .layer import (
     message_seconds,
     slowdown_seconds,
 )
-from .parallel import SHARDS, Parallel
+from .parallel import SHARDS, Parallel, busiest_stage
 from .recurrence import LayerRecurrence
 
 #: Bytes of a gradient while it is reduced: fp32, as FSDP does.
@@ -143,7 +143,7 @@ def training_step(
     parallel.check(model, machine, tokens)
     count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
-    stage = parallel.busiest_stage(model, tokens)
+    stage = busiest_stage(model, tokens, parallel.pp)
     layers = attend(stage, machine, tokens, micro)
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     layers = [(count, one.queued(costs.seconds, costs.backward, costs.again)) for count, one in layers]
@@ -169,7 +169,7 @@ def training_step(
         plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * costs.trained * model.parameters / parallel.gpus,
         outside=_outside(model, machine, tokens, parallel),
-        host_bytes=_host_bytes(costs) if parallel.checkpointing == "host" else 0,
+        host_bytes=_host_bytes(costs) if parallel.on_host else 0,
     )
 
 
@@ -182,7 +182,7 @@ def _host_bytes(costs: LayerCosts) -> int:
 def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> tuple[str, ...]:
     rates = machine.kernel_rates
     found = {
-        "activations on the host": parallel.checkpointing == "host",
+        "activations on the host": parallel.on_host,
         "experts": model.experts > 1,
         "recurrent layers": model.recurrence is not None,
         "LoRA": parallel.software.lora is not None,
@@ -246,7 +246,7 @@ def _parts(
         "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having("m") * costs.dispatch,
         "host": 0.0,
     }
-    if parallel.checkpointing == "host":
+    if parallel.on_host:
         parts["host"] = _host_seconds(costs, _mixers(model, layers, recurrent))
         parts["optimiser"] = 0.0
     return {**parts, "fsdp": _exposed(costs, _mixers(model, layers, recurrent), parts["loss"])}
@@ -321,10 +321,9 @@ def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
     """Bytes by category at the peak of a step."""
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level, layer = SHARDS.index(parallel.shard), costs.cut(model.layer)
+    level, layer, on_host = SHARDS.index(parallel.shard), costs.cut(model.layer), parallel.on_host
     largest = max(layer, model.table / parallel.tp)
     weight, _, optimizer = costs.software.states
-    on_host = parallel.checkpointing == "host"
     # Of inputs on the host, the layer that computes has its own, and another one's is on its way.
     activations = (2 if on_host else model.layers) * costs.kept_bytes
     return {

@@ -77,12 +77,11 @@ def memory(plan: Plan, *, backward: bool = False, receiving: int | None = None) 
     kinds = ("kv", "grad") if keys_rotate else ("q", "row", "dq")
     sizes["gradient of the output"] = tokens * output * item
     sizes["accumulators of dq, dk, dv"] = inputs * wide
-    if item != wide:
-        sizes["dq, dk, dv"] = inputs * item
     if keys_rotate and plan.ranks > 1:
         sizes["saved block"] = _block_bytes(plan, ("kv",))
     sizes["message buffers"] = _buffer_bytes(plan, kinds, backward)
-    sizes["one visit's gradients"] = inputs * wide
+    # The results are cast after the last visit, whose gradients are larger.
+    sizes["one visit's gradients, then dq, dk, dv"] = inputs * wide
     return sizes
 
 

@@ -152,9 +152,9 @@ def modelled_seconds_per_pair(
             # One call computes the works of a visit.
             blocks = share * sum(heads * -(-(work.keys if backward else len(work.q)) // BLOCK) for work, heads in works)
             pairs += weight * share * sum(seen)
-            for (work, _), count in zip(works, seen, strict=True):
+            for work, heads in works:
                 rate = rates.pair_seconds(blocks, dense=work.dense, dims=dims, backward=backward, item=item)
-                seconds += weight * share * count * rate
+                seconds += weight * share * heads * _computed_per_head(work) * rate
             if works and (rank == owner or not gathered):
                 rows = round(share * sum(heads * len(work.q) for work, heads in works))
                 start = rates.start_seconds(rows, dims=dims, backward=backward, item=item)
@@ -189,6 +189,15 @@ def _pairs_per_head(work: Work) -> int:
     """(query, key) pairs of one head and one repetition of a work."""
     rows, keys = len(work.q), work.keys
     return rows * keys if work.dense else Tile(range(1), range(rows), range(keys), work.lo, work.hi).pairs
+
+
+def _computed_per_head(work: Work) -> float:
+    """The pairs of `_pairs_per_head`, and the hidden ones that a kernel computes: it only skips whole tiles of BLOCK.
+
+    Along an edge of what is visible, that is half a tile of keys for each row.
+    """
+    rows, edges = len(work.q), (work.lo is not None) + (work.hi is not None)
+    return min(_pairs_per_head(work) + edges * rows * BLOCK / 2, rows * work.keys)
 
 
 def lower_to_tiles(work: Work) -> Iterator[tuple[str, int, int, int]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -51,7 +53,9 @@ def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
             for ep, (layout, schedule) in product(
                 (1, 2) if cp * dp % 2 == 0 else (1,), plans if cp > 1 else [("contiguous", "ring")]
             ):
-                for checkpointing in ("none", "selective", "attention", "full", "host"):
+                # The two key/value heads of a rank, or one after another; a group of two needs one for each rank.
+                alone = ("heads",) if tp == 1 and not schedule.startswith("ulysses") else ()
+                for checkpointing in ("none", "selective", "attention", "full", "host", *alone):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
                         parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp, pp=pp)
                         tried.append((parallel, training_step(MODEL, machine, question.tokens, parallel)))
@@ -151,17 +155,17 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
     small = load_model("llama3_8b")
     full = advise(Question(small, (offer,), 3 << 20, 8))
-    assert full.best[0].parallel.checkpointing == "host" and full.launched is not None
+    assert full.best[0].parallel.on_host and full.launched is not None
     assert full.launched.fits is False and full.launch == "" and record(full)["launch"] == ""
     assert "which does not fit: train with ringattn.train" in full.launched_words
     assert f"Kernel: with fa3, a step takes {duration(full.best[0].step.seconds)}; " in " ".join(full.changes)
-    tight = advise(Question(small, (offer,), 3_616_000, 8))
+    tight = advise(Question(small, (offer,), 10_700_000, 8))
     assert tight.best[0].is_tight and any("an allocator could take" in line for line in tight.doubts)
     assert not full.best[0].is_tight and not any("allocator" in line for line in full.doubts)
     with pytest.raises(
-        InvalidInput, match=r"nearest miss is .* more than the 74.5 GiB there are.*; \d+ GPUs would be enough"
+        InvalidInput, match=r"nearest miss is .* more than the 79.1 GiB there are.*; \d+ GPUs would be enough"
     ):
-        advise(Question(small, (offer,), 1 << 23, 8))
+        advise(Question(small, (offer,), 1 << 24, 8))
     experts = advise(Question(load_model("gpt_oss_20b"), (offer,), 4096, 8))
     assert experts.best[0].parallel.ep == 8 and any("No published step has experts" in line for line in experts.doubts)
     assert "--parallelism.expert_parallel_degree 8 " in experts.launch or experts.best[0].parallel.cp > 1
@@ -255,3 +259,25 @@ def test_packed_documents_are_searched_with_layouts_that_balance_them() -> None:
     assert question.resized(4).documents[0] == 32000 and question.resized(0.25).tokens == sum(x // 4 for x in lengths)
     with pytest.raises(InvalidInput, match="do not fill a sequence of 4,096"):
         advise(ask(offers=(offer,), tokens=4096, documents=(4000,)))
+
+
+def test_the_bound_of_a_candidate_is_cheap() -> None:
+    """61 layers on 256 GPUs have 17,090 candidates, and most end with their bound: it takes few calls of Python."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    question, calls = Question(load_model("deepseek_v3"), (offer,), 1 << 17, 256), 0
+    spreads = [*list_spreads(question, offer.machine, 256)]
+    assert len(spreads) == 17090
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for parallel in (one := spreads[::170]):  # the stages are kept
+        question.step(offer.machine, parallel, least_attention_of_layers)
+    sys.setprofile(count)
+    try:
+        for parallel in one:
+            question.step(offer.machine, parallel, least_attention_of_layers)
+    finally:
+        sys.setprofile(None)
+    assert calls < 800 * len(one), f"{calls / len(one):.0f} calls a candidate; 7,800 where each layer is counted again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.inference import merge_seconds
 from ringattn.lab.models.attention import attention_of_layers
-from ringattn.lab.models.config import ModelConfig
+from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
-from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.parallel import Parallel, Software
 from ringattn.lab.models.training import training_step
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024, windows=(100, None))
@@ -69,6 +70,47 @@ def test_a_decoded_token_reads_weights_and_keys_once() -> None:
     assert wide.parts["mlp"] == pytest.approx(
         2 * (2 * 4096 * 3 * 256 * 512 / 2e13 + 2 * (4096 * (256 + 1024 + 512 + 256) + 3 * 256 * 512) / 1e12)
     )
+
+
+def test_a_switch_adds_what_ranks_have() -> None:
+    """Each byte passes a link once at a share of its rate, and results need no copies; training gathers as before."""
+    parallel, size = Parallel(tp=2), 2048 * 256 * 2
+    switched = replace(MACHINE, node_latency=1e-5, node_bandwidth=1e9, in_switch=0.6)
+    ring = replace(switched, in_switch=None)
+    tps = [prefill(MODEL, machine, 2048, parallel).parts["tp"] for machine in (ring, switched)]
+    assert tps == pytest.approx([8 * (1e-5 + size / 2 / 1e9 + 2 * size / 1e12), 4 * (2.5e-5 + size / 2 / 6e8)])
+    steps = [training_step(MODEL, machine, 2048, parallel).parts["tp"] for machine in (ring, switched)]
+    assert steps[0] == steps[1]
+    assert prefill(MODEL, switched, 2048, Parallel(tp=4)).parts["tp"] > 2 * tps[1], "two nodes have no switch in common"
+
+
+def test_kernels_of_a_decode_start_one_by_one() -> None:
+    h100 = ra.get_machine("h100_nvlink_ib")
+    one = decode(MODEL, h100, 2048, Parallel())
+    assert one.parts["starts"] == pytest.approx(2 * 7 * 5e-6) and decode(MODEL, MACHINE, 64, Parallel()).parts["starts"] == 0
+
+
+def test_published_prefills_and_decodes() -> None:
+    """70B and 405B on one NVLink domain of 32 (NVIDIA, "Low Latency Inference Chapter 2", 2024); 70B and 8B in 8 bits on
+    H100 (NVIDIA, NIM for LLMs, benchmarking, version 1.8); 8 sequences of 8B and 70B on H200 (vLLM, build 9515)."""
+    h100, h200 = map(ra.get_machine, ("h100_nvlink_ib", "h200_nvlink_ib"))
+    domain, eight = replace(h100, ranks_per_node=32), Software(fp8=True)
+    prefills = [
+        (0.472, load_model("llama3_70b"), domain, 32768, Parallel(tp=32, software=eight)),
+        (1.627, load_model("llama3_405b"), domain, 32768, Parallel(tp=32, software=eight)),
+        (7.508, load_model("llama3_405b"), domain, 122880, Parallel(tp=32, software=eight)),
+        (0.40677, load_model("llama3_70b"), h100, 5000, Parallel(tp=2, software=eight)),
+    ]
+    decodes = [
+        (0.01858, load_model("llama3_70b"), h100, 5250, Parallel(tp=2, software=eight)),
+        (0.00463, load_model("llama3_8b"), h100, 300, Parallel(software=eight)),
+        (0.00591, load_model("llama3_8b"), h100, 300, Parallel(rows=50, software=eight)),
+        (2.07753 / 128, load_model("llama3_70b"), h200, 96, Parallel(tp=4, rows=8)),
+        (0.833421 / 128, load_model("llama3_8b"), h200, 96, Parallel(rows=8)),
+    ]
+    for phase, rows, most in ((prefill, prefills, 0.22), (decode, decodes, 0.25)):
+        errors = [phase(*how).seconds / published - 1 for published, *how in rows]
+        assert max(map(abs, errors)) < most and median(map(abs, errors)) < 0.16, errors
 
 
 def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:

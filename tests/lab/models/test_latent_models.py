@@ -14,7 +14,7 @@ from ringattn.lab.models.attention import FORMS, attention_flops, attention_of_l
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.layer import LayerCosts
-from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.parallel import Parallel, busiest_stage
 from ringattn.lab.models.training import training_step
 from ringattn.simulator.timing.costs import EXPANDED, memory
 from ringattn.simulator.timing.kernel_seconds import pair_seconds
@@ -130,4 +130,4 @@ def test_steps_and_prefills_of_published_models() -> None:
         assert first.memory["keys and values"] == model.layers * (1 << 13) * 2 * (576 + 128 * (name == "glm5"))
     # Without experts, the first layers hold the weights and gradients of their own columns only.
     staged = training_step(V3, h100, 1 << 13, Parallel(dp=8, pp=61, tp=8, ep=8))
-    assert staged.parallel.busiest_stage(V3, 1 << 13).parameters > V3.parameters / 61
+    assert busiest_stage(V3, 1 << 13, staged.parallel.pp).parameters > V3.parameters / 61

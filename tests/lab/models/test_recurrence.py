@@ -10,7 +10,7 @@ import pytest
 import ringattn as ra
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode, prefill
-from ringattn.lab.models.parallel import Parallel
+from ringattn.lab.models.parallel import Parallel, busiest_stage
 from ringattn.lab.models.recurrence import recur
 from ringattn.lab.models.training import training_step
 from ringattn.recurrence.runs import plan_rows, plan_states
@@ -74,7 +74,7 @@ def test_the_busiest_stage_has_the_layers_of_its_place(name: str, pp: int, atten
     model, tokens = load_model(name), 1 << 20
     step = training_step(model, MACHINE, tokens, Parallel(cp=8, pp=pp, rows=pp, schedule="ring"))
     assert step.plan.startswith(f"{attending} layers: ") and f"{recurrent} layers: recurrent" in step.plan
-    stage = Parallel(pp=pp).busiest_stage(model, tokens)
+    stage = busiest_stage(model, tokens, pp)
     # What is counted over layers is the same, whether a layer is counted alone or in the whole.
     parts = [model.part(i, i + 1) for i in range(model.layers)]
     for count in ("active_parameters", "parameters"):
