@@ -335,7 +335,7 @@ LOOK = """
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.skipif(not (SITE / "searchindex.js").is_file(), reason="needs the pages: scripts/docs")  # the last file
-@pytest.mark.parametrize("name", ["index", "textbook", "simulation", "command_line", "notebooks/planning_a_cluster"])
+@pytest.mark.parametrize("name", ["index", "tutorial", "simulation", "command_line", "notebooks/planning_a_cluster"])
 def test_pages_of_the_site_fit(name: str, tmp_path: Path) -> None:
     page = SITE / f"{name}.html"
     base = f'<head><base href="{page.as_uri()}">'
