@@ -119,9 +119,9 @@ def calibrate(
 ) -> Iterator[Callable[[], Calibration]]:
     """Measure the kernels, merges, links, overlap and whole forwards and backwards of this machine, in rounds.
 
-    Yields after each round a function that fits all rounds so far, which raises InvalidInput if they are too few. Numbers that are not measured come from `base`. A single
-    process measures only kernels and merges. `tell` receives a text before each round. Collective. Raises InvalidInput,
-    and Unsupported if the kernel cannot compute the dtype.
+    Yields after each round a function that fits all rounds so far, which raises InvalidInput if they are too few.
+    Numbers that are not measured come from `base`. A single process measures only kernels and merges. `tell` receives a
+    text before each round. Collective. Raises Unsupported if the kernel cannot compute the dtype.
     """
     probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
     kernel = get_kernel(settings.kernel, probe, probe, probe).single()
