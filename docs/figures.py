@@ -637,11 +637,11 @@ def draw_chunks() -> str:
 
 
 def draw_masks() -> Iterator[tuple[str, str]]:
-    """Name and drawing of each mask that docs/patterns.md shows, from the pattern that is written there."""
+    """Name and drawing of each mask that docs/attention.md shows, from the pattern that is written there."""
     tokens, unit = 64, 2
     side = tokens * unit
     for name, written in re.findall(
-        r"_generated/(mask_\w+)\.svg\) \| `(.*?)` \|", (FOLDER / "patterns.md").read_text()
+        r"_generated/(mask_\w+)\.svg\) \| `(.*?)` \|", (FOLDER / "attention.md").read_text()
     ):
         pattern = ra.parse_pattern(written.replace("\\|", "|"))
         path = []

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +200,21 @@ def test_there_are_samples() -> None:
     assert len(with_samples("bash")) >= 3
 
 
-def test_pictures_and_listings_are_what_the_commands_print(inside: Inside) -> None:
-    shown = blocks(ROOT / "docs/command_line.md", "console")
-    assert len(shown) == 2
+@pytest.mark.parametrize(("page", "count"), [("command_line", 2), ("cluster", 3)])
+def test_pictures_and_listings_are_what_the_commands_print(
+    page: str, count: int, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of the command's output, in its order; "..." stands for lines that the page leaves out."""
+    monkeypatch.setenv("COLUMNS", "96")
+    shown = blocks(ROOT / f"docs/{page}.md", "console")
+    assert len(shown) == count
     for block in shown:
         command, *lines = block.strip().splitlines()
         words = shlex.split(command.removeprefix("$ ringattn "))
-        printed = [line.rstrip() for line in inside(*words, cwd=ROOT).stdout.splitlines()]
-        assert printed[: len(lines)] == [line.rstrip() for line in lines]
+        printed = iter([line.rstrip() for line in inside(*words, cwd=ROOT).stdout.splitlines()])
+        for before, line in pairwise(["", *lines]):
+            if line != "...":
+                assert line in printed if before == "..." else line == next(printed)
 
 
 def test_the_change_from_one_device_to_many_in_the_readme() -> None:
@@ -335,7 +343,7 @@ LOOK = """
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.skipif(not (SITE / "searchindex.js").is_file(), reason="needs the pages: scripts/docs")  # the last file
-@pytest.mark.parametrize("name", ["index", "textbook", "simulation", "command_line", "notebooks/planning_a_cluster"])
+@pytest.mark.parametrize("name", ["index", "tutorial", "simulation", "command_line", "notebooks/planning_a_cluster"])
 def test_pages_of_the_site_fit(name: str, tmp_path: Path) -> None:
     page = SITE / f"{name}.html"
     base = f'<head><base href="{page.as_uri()}">'

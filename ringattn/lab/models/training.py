@@ -136,7 +136,7 @@ def training_step(
     """Predict a step of training `model` on sequences of `tokens` tokens, parallelized as `parallel` says.
 
     The cost of attention comes from `attend`; by default, its plan is simulated, for one layer of each distinct window.
-    If attention takes more time or memory, the step never takes less. docs/models_cost.md has the other formulas.
+    If attention takes more time or memory, the step never takes less. docs/cluster.md has the other formulas.
     Weights have the dtype of the activations, whatever their published dtype is. Raises InvalidInput if the sizes do
     not fit each other, and the errors of planning and simulating.
     """

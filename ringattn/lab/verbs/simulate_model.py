@@ -28,7 +28,7 @@ from .settings import read_documents, read_software
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
     "unequal load of experts, reading data, kernel launches outside attention, collectives that slow down each "
-    "other or the ring's messages (docs/models_cost.md)"
+    "other or the ring's messages (docs/cluster.md)"
 )
 
 

@@ -207,16 +207,15 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
 class ProgressLines:
     """A context that prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
 
-    If a unit of work takes longer than that, a thread repeats the last line. The thread ends with the context.
+    If a unit of work takes longer than that, a thread says how long it has taken. The thread ends with the context.
     """
 
     def __init__(self, console: Console, tenths: bool) -> None:
         self.console, self.tenths = console, tenths
         self.noun: str | None = None
-        self.text = "preparing"
         self.tenth = -1
-        self.first = 0
-        self.start = self.last_line = time.monotonic()
+        self.first = self.done = self.count = 0
+        self.start = self.begun = self.last_line = time.monotonic()
         self.over, self.spoken = False, threading.Event()
         threading.Thread(target=self._repeat, daemon=True).start()
 
@@ -233,9 +232,7 @@ class ProgressLines:
         now, tenth = time.monotonic(), done * LINES // count
         if noun != self.noun or done < self.first:  # a new loop
             self.noun, self.tenth, self.first, self.start = noun, -1, done, now
-        self.text = f"{noun}: {done:,} of {count:,}"
-        if done - self.first >= count / LINES and now - self.start >= 1:  # too early to estimate before
-            self.text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
+        self.done, self.count, self.begun = done, count, now
         if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
             self.tenth, self.last_line = tenth, now
             self._print()
@@ -247,5 +244,14 @@ class ProgressLines:
             self.spoken.clear()
 
     def _print(self) -> None:
-        self.console.print(f"ringattn: {self.text}", highlight=False, markup=False, soft_wrap=True)
+        text = "preparing" if self.noun is None else f"{self.noun}: {self.done:,} of {self.count:,}"
+        now, units = time.monotonic(), self.done - self.first
+        if (inside := now - self.begun) >= INTERVAL:
+            text += f", {duration(inside)} in this one"
+        if units >= self.count / LINES and self.begun - self.start >= 1:  # too early to estimate before
+            # A unit that takes longer than those before it makes the rest longer, too.
+            each = max((self.begun - self.start) / units, (now - self.start) / (units + 1))
+            left = (self.count - self.done - 1) * each + max(each - inside, 0.0)
+            text += f", about {duration(left)} left" if left else ""
+        self.console.print(f"ringattn: {text}", highlight=False, markup=False, soft_wrap=True)
         self.spoken.set()
