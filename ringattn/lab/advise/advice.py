@@ -16,7 +16,9 @@ from ...machine.bands import describe_steps, step_band
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY, PRESETS, get_machine
 from ...simulator.progress import Listener
+from ...simulator.timing.costs import SECONDS_PER_HOUR
 from ...text import did_you_mean, digits, duration, plural, rate, size
+from ..models.packing import Lognormal
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, StepEstimate
 from . import torchtitan
@@ -96,8 +98,8 @@ class Advice:
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
         return (
-            f"{self.words[1].title()} for {model.name} on sequences of "
-            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}"
+            f"{self.words[1].title()} for {model.name} on sequences of {self.question.tokens:,} tokens"
+            f"{f' ({step.packed})' if step.packed else ''}: {describe_place(best)}, {best.name}, {best.choices}"
             f"{f', attention by {best.library}' if best.library else ''}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
@@ -142,14 +144,22 @@ class Advice:
         )
 
     def _price_changes(self) -> Iterator[str]:
-        """The price at which each other machine would be the cheapest."""
+        """What a second costs, and the price at which each other machine would be the cheapest."""
+        best = self.best[0]
+        if best.offer.price is not None:
+            second = best.step.gpus * best.offer.price / SECONDS_PER_HOUR
+            own = best.offer.price == best.offer.machine.price and best.offer.machine.source("price") == "assumed"
+            yield (
+                f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second of these GPUs costs "
+                f"{digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
+            )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
         for other in dearer:
             assert first.offer.price is not None and other.offer.price is not None
             price = other.offer.price * first.cost / other.cost if other.cost else 0.0
             yield (
-                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} {CURRENCY} an hour; below "
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} {CURRENCY}; below "
                 f"{digits(price)} instead of {digits(other.offer.price)} {CURRENCY}, {other.offer.name} is cheaper."
             )
 
@@ -291,7 +301,8 @@ def explain(candidate: TrainingCandidate) -> str:
         "bubble of the pipeline": bubble / seconds,
     }
     (largest, most), *others = sorted(shares.items(), key=lambda one: -one[1])
-    words = f"bound by: {largest} {most:.1%} of the step; "
+    words = f"{candidate.step.unequal}; " if candidate.step.unequal else ""
+    words += f"bound by: {largest} {most:.1%} of the step; "
     words += ", ".join(f"{name} {share:.1%}" for name, share in others if share >= 0.001)
     memory = candidate.offer.machine.memory
     if memory is None:
@@ -422,7 +433,8 @@ def record(advice: Advice) -> dict[str, Any]:
     return {
         "question": {
             "model": question.model.name,
-            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "documents")},
+            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch")},
+            "documents": question.documents.name if isinstance(question.documents, Lognormal) else question.documents,
             **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks", "lora")},
             "by": advice.by,
             "machines": {offer.name: offer.price for offer in question.offers},
@@ -459,7 +471,7 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
         **{name: getattr(parallel, name) for name in ("layout", "schedule", "checkpointing")},
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
-        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory")},
+        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory", "imbalance")},
         "step seconds": step.seconds,
         "seconds of 1e9 tokens": candidate.seconds,
         "seconds of 1e9 tokens, band": [low, high],

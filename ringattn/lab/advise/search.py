@@ -15,6 +15,7 @@ from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
+from ..models.packing import Lognormal
 from ..models.parallel import CHECKPOINTING, Parallel, Software
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
@@ -48,7 +49,7 @@ class Question:
     """The question how best to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of `offers`.
 
     `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage.
-    `documents` are the lengths of the documents packed in each sequence. Raises InvalidInput.
+    `documents` are the lengths of the documents packed in each sequence, or their distribution. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -57,7 +58,7 @@ class Question:
     gpus: int
     batch: int | None = None
     software: Software = field(default_factory=Software)
-    documents: tuple[int, ...] = ()
+    documents: tuple[int, ...] | Lognormal = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "gpus", "batch"):
@@ -77,8 +78,11 @@ class Question:
 
     def resized(self, factor: float) -> Question:
         """The question with sequences, or with packed documents, that are `factor` times as long."""
+        tokens = max(int(factor * self.tokens), 1)
+        if isinstance(self.documents, Lognormal):
+            return replace(self, tokens=tokens)
         documents = tuple(max(int(factor * length), 1) for length in self.documents)
-        return replace(self, documents=documents, tokens=sum(documents) or max(int(factor * self.tokens), 1))
+        return replace(self, documents=documents, tokens=sum(documents) or tokens)
 
     def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
@@ -222,7 +226,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         parts = {1} if rows % pp else {1, max(i for i in range(1, PARTS + 1) if (model.layers // pp) % i == 0)}
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = divisors(gcd(model.experts - model.shared, cp * dp))
-        kinds = [kind for kind in CHECKPOINTING if kind != "host" or machine.host_bandwidth is not None]
+        kinds = CHECKPOINTING if machine.host_bandwidth is not None else CHECKPOINTING[:4]
         for ep, checkpointing, shard in product(experts, kinds, shards):
             options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": question.software}
             options["documents"] = question.documents
@@ -293,7 +297,7 @@ def least_attention_of_layers(
 
     layers = []
     for window, count in Counter(model.windows).items():
-        seen = count_pairs(window or model.chosen, tokens, parallel.documents)
+        seen = count_pairs(window or model.chosen, tokens, parallel.lengths(tokens))
         pairs = parallel.rows * heads * seen / parallel.cp
         layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
     return layers

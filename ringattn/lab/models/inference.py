@@ -16,7 +16,7 @@ from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, memory_bandwidth
 from .parallel import Parallel
 
-#: Bytes of a weight of a layer in 8 bits.
+#: Bytes of a weight of a layer, or of a number of a key or a value, in 8 bits.
 FP8 = 1
 #: Bytes of the score and the position of a key that a rank proposes.
 CANDIDATE = 8
@@ -147,13 +147,18 @@ def _attend(costs: LayerCosts, kept: list[int]) -> float:
         heads, dim, _ = latent.index or (0, 0, 0)
         flops = 2.0 * (costs.heads * (2 * latent.rank + latent.rope) * chosen + heads * dim * tokens)
     rate = costs.machine.matmul or costs.machine.flops
-    return costs.parallel.rows * max(costs.item * moved / memory_bandwidth(costs.machine), flops / rate)
+    return costs.parallel.rows * max(_kept_item(costs) * moved / memory_bandwidth(costs.machine), flops / rate)
 
 
 def _kept_numbers(costs: LayerCosts) -> int:
     """The numbers that a rank keeps of a token in a layer; every tp rank has whole latents."""
     latent = costs.model.latent
     return 2 * costs.kv_heads * costs.model.head_dim if latent is None else latent.kept
+
+
+def _kept_item(costs: LayerCosts) -> int:
+    """Bytes of one of these numbers."""
+    return FP8 if costs.software.fp8_cache else costs.item
 
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
@@ -166,6 +171,6 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     return {
         "states": rows * model.recurring * state // tp,
         "weights": ceil(model.stored_bytes(costs.item) / tp + (model.attention_item or costs.item) * copied),
-        "keys and values": rows * kept * _kept_numbers(costs) * costs.item,
+        "keys and values": rows * kept * _kept_numbers(costs) * _kept_item(costs),
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

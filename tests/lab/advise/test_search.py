@@ -51,7 +51,7 @@ def try_all(question: Question) -> list[tuple[Parallel, StepEstimate]]:
             for ep, (layout, schedule) in product(
                 (1, 2) if cp * dp % 2 == 0 else (1,), plans if cp > 1 else [("contiguous", "ring")]
             ):
-                for checkpointing in ("none", "selective", "attention", "full", "host"):
+                for checkpointing in ("none", "selective", "attention", "full", "offload", "host"):
                     for shard in ("none", "gradients", "weights") if cp * dp > 1 else ("none",):
                         parallel = Parallel(cp, dp, tp, ep, layout, schedule, checkpointing, shard, rows=pp, pp=pp)
                         tried.append((parallel, training_step(MODEL, machine, question.tokens, parallel)))
