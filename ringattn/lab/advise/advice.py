@@ -147,11 +147,11 @@ class Advice:
         """What a second costs, and the price at which each other machine would be the cheapest."""
         best = self.best[0]
         if best.offer.price is not None:
-            second = best.step.gpus * best.offer.price / SECONDS_PER_HOUR
-            own = best.offer.price == best.offer.machine.price and best.offer.machine.source("price") == "assumed"
+            second, machine = best.step.gpus * best.offer.price / SECONDS_PER_HOUR, best.offer.machine
+            own = best.offer.price == machine.price and machine.source("price") == "assumed"
             yield (
-                f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second of these GPUs costs "
-                f"{digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
+                f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second "
+                f"of these GPUs costs {digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
             )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)

@@ -15,6 +15,7 @@ from ..models.config import ModelConfig
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
+from .engines import ENGINES, command, count_hosts
 from .search import LARGE, Offer, divisors
 
 #: Times that differ by less than this fraction are equal: fewer bytes win.
@@ -65,6 +66,8 @@ class Serving:
     question: ServingQuestion
     best: dict[int, ModelEstimate]
     misses: dict[int, ModelEstimate]
+    #: The fastest that fits without context parallelism.
+    plain: dict[int, ModelEstimate]
 
     @property
     def chosen(self) -> int | None:
@@ -123,6 +126,27 @@ class Serving:
         )
 
     @property
+    def launches(self) -> list[tuple[str, str]]:
+        """(what it serves how fast, or why not; its command or "") of each engine; [] if nothing is chosen.
+
+        None of them has the context parallelism of `cp`, so that each serves the fastest without it.
+        """
+        question, gpus, found = self.question, self.chosen, list[tuple[str, str]]()
+        if gpus is None:
+            return []
+        one = next((self.plain[count] for count in sorted(self.plain, reverse=True) if count <= gpus), None)
+        split = max(self.best[gpus].parallel.cp, (one or self.best[gpus]).parallel.tp // question.model.kv_heads) > 1
+        for engine in ENGINES:
+            line, words = "", f"no command, as nothing without cp fits on up to {plural(gpus, 'GPU')}"
+            if one is not None:
+                line, words = command(engine, question.model, question.offer.machine, question.tokens, one.parallel)
+                hosts = count_hosts(question.offer.machine, one.parallel)
+                where = f", by this command on each of {hosts} hosts" if hosts > 1 else ""
+                words = words or f"{one.parallel.name} in {duration(one.seconds)} [modelled]{where}"
+            found.append((f"{engine.name}: {words}{f'. It splits {engine.splits}' if split else ''}", line))
+        return found
+
+    @property
     def rows(self) -> list[tuple[str, ...]]:
         """Table rows, one for each number of GPUs: parallelism, seconds, rate and memory; no time if nothing fits."""
         rows = list[tuple[str, ...]]()
@@ -133,7 +157,7 @@ class Serving:
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
                 line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
-                rows.append((*line, self.costs(gpus).partition(" and ")[0]))
+                rows.append((*line, self.costs(gpus).replace(" and ", ", ")))
             elif one := self.misses.get(gpus):
                 rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
@@ -148,7 +172,7 @@ class Serving:
                 "model": question.model.name,
                 "machine": question.offer.name,
                 **{name: getattr(question, name) for name in names},
-                **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks")},
+                **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks", "fp8_cache")},
             },
             "verdict": self.verdict,
             "chosen": self.chosen,
@@ -157,9 +181,11 @@ class Serving:
                     **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
                     **{name: getattr(one, name) for name in ("seconds", "parts", "memory", "plan")},
                     "cost of 1e6 tokens": None if question.offer.price is None else self.cost(gpus),
+                    "costs of 1e6 tokens": self.costs(gpus),
                 }
                 for gpus, one in self.best.items()
             },
+            "launch": [line for _, line in self.launches if line],
             "does not fit": {str(gpus): self.describe_miss(gpus) for gpus in self.misses},
             "kind": "modelled",
         }
@@ -172,6 +198,7 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
     """
     best: dict[int, ModelEstimate] = {}
     misses: dict[int, ModelEstimate] = {}
+    plain: dict[int, ModelEstimate] = {}
     refused = set[str]()
     phase = prefill if question.phase == "prefill" else decode
     for done, gpus in enumerate(question.counts):
@@ -186,6 +213,8 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
         if fitting:
             least = min(one.seconds for one in fitting)
             best[gpus] = min((x for x in fitting if x.seconds <= least * (1 + EQUAL)), key=lambda x: x.bytes)
+            if whole := [x for x in (best[gpus], *fitting) if x.parallel.cp == 1]:
+                plain[gpus] = min(whole, key=lambda x: (x is not best[gpus], x.seconds))
         elif found:
             misses[gpus] = min(found, key=lambda one: one.bytes)
     if not best and question.gpus not in misses:
@@ -193,7 +222,7 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
         raise InvalidInput(
             f"no cp x dp x tp of {question.gpus} GPUs serves {question.model.name}{why}; try another number of GPUs"
         )
-    return Serving(question, best, misses)
+    return Serving(question, best, misses, plain)
 
 
 def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:

@@ -216,6 +216,6 @@ class Parallel:
             )
         if self.uses_host and machine.host_bandwidth is None:
             raise InvalidInput(
-                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's memory; give "
-                "machine.host_bandwidth="
+                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's "
+                "memory; give machine.host_bandwidth="
             )

@@ -106,9 +106,9 @@ class StepEstimate(ModelEstimate):
         """How unequal packed documents make cp ranks and dp groups, as text; "" where there are none."""
         if not self.parallel.documents:
             return ""
-        where = (self.parallel.cp, "on the busiest of {} cp ranks"), (self.parallel.dp, "in the slowest of {} dp groups")
-        both = zip(self.imbalance, where, strict=True)
-        words = [f"{share:.2f} times the mean {name.format(count)}" for share, (count, name) in both if count > 1]
+        where = ("on the busiest of {} cp ranks", "in the slowest of {} dp groups")
+        both = zip(self.imbalance, where, (self.parallel.cp, self.parallel.dp), strict=True)
+        words = [f"{share:.2f} times the mean {name.format(count)}" for share, name, count in both if count > 1]
         return f"attention takes {', '.join(words)}" if words else ""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -85,6 +86,9 @@ def _serve(config: AdviseConfig) -> None:
             print_paragraph(f"refused: {line}")
         if len(servings) > 1 and able:
             print_paragraph(f"cheapest of these: {first.verdict}")
+        for words, line in first.launches:
+            print_paragraph(f"note: {words}")
+            _print_command(line)
     if first.chosen is None:
         sys.exit(2)
 
@@ -93,8 +97,8 @@ def _print_serving(serving: Serving) -> None:
     """Print the verdict, the best candidate for each number of GPUs, what does not fit, and what was not measured."""
     question, machine = serving.question, serving.question.offer.machine
     print_paragraph(serving.verdict)
-    waits = f"{question.waits_for} [modelled]"
-    header = ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU", "1e6 tokens"]
+    waits = "first token" if question.phase == "prefill" else "next token"
+    header = ["GPUs", "candidate", f"{waits} [modelled]", "rate", "longest part", "memory of a GPU", "1e6 tokens"]
     print_grid("", header, serving.rows)
     for gpus in serving.misses:
         print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
@@ -117,6 +121,12 @@ def _print(advice: Advice) -> None:
             print_paragraph(f"{title}: {line}")
     print_paragraph(advice.counts)
     print_paragraph(f"note: {advice.launched_words}")
-    if advice.launch:
-        lines = wrap(f"launch: {advice.launch}", 75, break_long_words=False, break_on_hyphens=False)
-        print_plain(" \\\n  ".join(lines))  # to be copied
+    _print_command(advice.launch)
+
+
+def _print_command(line: str) -> None:
+    """Print a command to be copied, if there is one, with each option beside its value."""
+    whole = re.sub(r"(?<= )(--\S+) (?!--)", "\\1\0", f"launch: {line}")
+    if line:
+        lines = wrap(whole, 75, break_long_words=False, break_on_hyphens=False)
+        print_plain(" \\\n  ".join(lines).replace("\0", " "))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ringattn as ra
 from ringattn import InvalidInput
+from ringattn.lab.advise.engines import ENGINES, command
 from ringattn.lab.advise.search import Offer
 from ringattn.lab.advise.serving import ServingQuestion, serve
 from ringattn.lab.models.config import ModelConfig, load_model
@@ -119,3 +124,75 @@ def test_fewer_heads_of_keys_than_ranks_are_copied() -> None:
     seconds = 1e6 * serving.best[4].seconds
     assert f"{digits(seconds / 3600 * 4 * 2.5)} USD" in serving.verdict
     assert f"{digits(seconds * 4 * 700 / 3.6e6)} kWh" in serving.verdict
+
+
+#: Names of options of servers, as their releases on PyPI had them on a date.
+NAMES = {one["name"]: one for one in json.loads((Path(__file__).parent / "serving_names.json").read_text())}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda one: one.name.split()[0])
+@pytest.mark.parametrize(
+    ("model", "machine", "software", "parallel"),
+    [
+        ("llama3_8b", "h100_nvlink_ib", Software(), Parallel(dp=4, tp=4, rows=3)),
+        ("llama3_8b", "h100_nvlink_ib", Software(fp8=True, fp8_cache=True), Parallel(dp=2, tp=1)),
+        ("llama3_8b", "h100_nvlink_ib", Software(fp8=True, fp8_blocks=True), Parallel(tp=8)),
+        ("deepseek_v3", "h200_nvlink_ib", Software("float16", fp8=True), Parallel(tp=8)),
+        ("gpt_oss_120b", "h100_nvlink_ib", Software(fp8=True), Parallel(tp=2)),
+        ("llama3_8b", "gb200_nvl72", Software(), Parallel(tp=8)),
+        ("llama3_8b", "h100_nvlink_ib", Software(), Parallel(dp=3, tp=4)),
+    ],
+)
+def test_commands_have_names_that_servers_know(
+    engine: Any, model: str, machine: str, software: Software, parallel: Parallel
+) -> None:
+    known = NAMES[engine.name.split()[0]]
+    assert engine.name == f"{known['name']} {known['release']}" and engine.start == known["start"]
+    assert {*re.findall(r"--([a-z-]+)", engine.splits)} <= {*known["options"]}
+    spread = replace(parallel, software=software)
+    line, why = command(engine, load_model(model), ra.get_machine(machine), 8192, spread)
+    if why:
+        assert line == "" and why.startswith("no command, as ")
+        hosts = (parallel == Parallel(tp=8) and machine == "gb200_nvl72") or parallel.dp == 3
+        bits = model == "gpt_oss_120b" or (software.fp8_blocks and engine.name.startswith("SGLang"))
+        assert hosts == ("do not fill 2 hosts evenly" in why) and bits == ("such products in 8 bits" in why)
+        return
+    words = shlex.split(line.removeprefix(engine.start))
+    given = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    for name, value in given.items():
+        assert value in known["choices"][name] if name in known["choices"] else int(value) >= 1, name
+        assert "int" in known["options"][name] or name in known["choices"]
+    assert given["tensor-parallel-size"] == str(parallel.tp) and given[engine.length] == "8193"
+    assert int(given["data-parallel-size"]) == min(parallel.dp, 8 // parallel.tp)
+    assert given[engine.users] == str(parallel.rows)
+    assert ("quantization" in given) == (software.fp8 and model != "deepseek_v3")
+    assert given["kv-cache-dtype"].startswith("fp8") == software.fp8_cache
+
+
+def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
+    """A prompt alone on 16 GPUs has tp=8 in a node and cp=2; a server has no cp, and starts tp=8 of 8 GPUs."""
+    offer = Offer("h100", ra.get_machine("h100_nvlink_ib"), 2.5)
+    serving = serve(ask(model=load_model("llama3_8b"), offer=offer, phase="prefill", tokens=1 << 17, gpus=16))
+    assert serving.chosen == 16 and serving.best[16].parallel.cp > 1 and 16 not in serving.plain
+    fastest = serving.plain[8]
+    assert fastest.parallel == Parallel(tp=8, schedule="auto") and fastest.seconds > serving.best[16].seconds
+    for (words, line), engine in zip(serving.launches, ENGINES, strict=True):
+        assert words.startswith(f"{engine.name}: tp=8 in {duration(fastest.seconds)} [modelled]. It splits prompts ")
+        assert line in serving.record["launch"] and " --tensor-parallel-size 8 " in line
+    assert serve(ask(within=1e-9)).launches == []
+    two = serve(ask(users=16, gpus=16, machine=ra.get_machine("h100_nvlink_ib")))
+    assert two.best[16].parallel.dp == 16 and "by this command on each of 2 hosts" in two.launches[0][0]
+
+
+def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
+    """Weights stay; a decode reads half of the bytes of keys and values, and a prefill keeps half of them."""
+    model, machine = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib")
+    for phase in (decode, prefill):
+        wide, narrow = (
+            phase(model, machine, 1 << 15, Parallel(tp=2, software=Software(fp8_cache=fp8))) for fp8 in (False, True)
+        )
+        assert wide.memory["keys and values"] == 2 * narrow.memory["keys and values"] == (1 << 15) * 32 * 2 * 4 * 256
+        assert wide.memory["weights"] == narrow.memory["weights"]
+        if phase is decode:
+            assert narrow.parts["keys and values"] == pytest.approx(wide.parts["keys and values"] / 2)
+            assert narrow.parts["mlp"] == wide.parts["mlp"]
