@@ -303,7 +303,7 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode numerics trace heads head_dim value_dim block {without}", reason)
         if self.phase != "training":
-            training = "checkpointing sharding ep pp micro_batches interleaved lora documents"
+            training = "checkpointing sharding pp micro_batches interleaved lora documents"
             refuse(self, training, f"with phase={self.phase}")
         else:
             refuse(self, "fp8_cache", "with phase=training, which keeps no keys")

@@ -24,6 +24,7 @@ from ..models.training import ATTENTION_PARTS, StepEstimate
 from . import torchtitan
 from .search import (
     EQUAL,
+    LAYOUTS,
     SHOWN,
     Found,
     Offer,
@@ -38,6 +39,8 @@ from .search import (
 ORDERS = ("time", "cost")
 #: Factors on the bandwidth between nodes, and on the tokens, that are tried for the best candidates.
 BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
+#: A factor on the sequences of a step that is tried for the best candidate.
+MORE = 4
 #: Limit of the search for the longest sequence that fits.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
@@ -62,6 +65,10 @@ class Advice:
     bandwidths: list[list[TrainingCandidate]]
     #: The best candidate at each of LENGTHS times the tokens; None if nothing fits.
     lengths: list[TrainingCandidate | None]
+    #: The step of the best candidate with MORE times the sequences; None if their number was given.
+    batched: StepEstimate | None
+    #: The step of the best candidate with each other layout, where documents are packed over cp ranks.
+    layouts: dict[str, StepEstimate]
     #: Seconds of the best candidate's step with each other library of attention kernels.
     libraries: dict[str, float]
     #: The step that `launch` starts, as torchtitan makes it; None if it has no such model, or refuses to.
@@ -97,10 +104,11 @@ class Advice:
         """The best candidate, and at which bandwidth another would be better, in one sentence."""
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
+        host = f", {size(step.host_bytes)} of each GPU in the memory of its host" if step.host_bytes else ""
         return (
             f"{self.words[1].title()} for {model.name} on sequences of {self.question.tokens:,} tokens"
             f"{f' ({step.packed})' if step.packed else ''}: {describe_place(best)}, {best.name}, {best.choices}"
-            f"{f', attention by {best.library}' if best.library else ''}; a step of "
+            f"{f', attention by {best.library}' if best.library else ''}{host}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
             f"{self._bandwidth_change()}."
@@ -108,8 +116,13 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """Which other kernel, number of tokens, memory or price would change the verdict, one sentence each."""
-        return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
+        """Which other kernel, batch, number of tokens, memory or price would change the verdict, a sentence each."""
+        length = [*self._batch_change(), *self._length_changes()]
+        layouts = [
+            f"Layout: with {name} a step takes {duration(step.seconds)}, as {step.unequal}."
+            for name, step in self.layouts.items()
+        ]
+        return [*self._kernel_change(), *layouts, *length, self._memory_change(), *self._price_changes()]
 
     def _kernel_change(self) -> list[str]:
         """The times with other libraries; empty if there are none."""
@@ -119,6 +132,15 @@ class Advice:
         others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
         why = ", which torch's attention takes first on this GPU" if best.library == torch_library(best.offer) else ""
         return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
+
+    def _batch_change(self) -> list[str]:
+        """The time with more sequences in a step; empty if the batch was given."""
+        step = self.batched
+        if step is None:
+            return []
+        seconds = f"take {duration(1e9 / step.tokens * step.seconds)}"
+        taken = "do not fit" if step.fits is False else seconds
+        return [f"Batch: with {MORE} times the sequences in a step, one after another, 1e9 tokens {taken}."]
 
     def _length_changes(self) -> Iterator[str]:
         """The best candidate at each of LENGTHS."""
@@ -151,7 +173,7 @@ class Advice:
             own = best.offer.price == machine.price and machine.source("price") == "assumed"
             yield (
                 f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second "
-                f"of these GPUs costs {digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
+                f"of all costs {digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
             )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
@@ -292,11 +314,13 @@ def explain(candidate: TrainingCandidate) -> str:
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
+    optimiser = "optimiser on the host" if candidate.parallel.checkpointing == "host" else "optimiser"
     least = min(candidate.least_attention, attention)
     shares = {
         "attention computes": least / seconds,
         "attention waits, merges and starts": (attention - least) / seconds,
-        "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
+        "products and norms": (seconds - attention - traffic - bubble - parts["optimiser"]) / seconds,
+        optimiser: parts["optimiser"] / seconds,
         f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
         "bubble of the pipeline": bubble / seconds,
     }
@@ -388,6 +412,14 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     others = (question.resized(factor) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
     machine, libraries = best[0].offer.machine, dict[str, float]()
+    packed = best[0].parallel.documents and best[0].parallel.cp > 1
+    layouts = {
+        name: question.step(machine, replace(best[0].parallel, layout=name))
+        for name in ((*LAYOUTS, "balanced") if packed else ())
+        if name != best[0].parallel.layout
+    }
+    several = {"rows": MORE * best[0].parallel.rows, "micro_batches": MORE * best[0].parallel.count}
+    batched = question.step(machine, replace(best[0].parallel, **several)) if question.batch is None else None
     for name in PRESETS[machine.preset].kernels if machine.preset else ():
         if name != best[0].library:
             rates = get_machine(f"{machine.preset}/{name}").kernel_rates
@@ -399,7 +431,7 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         rates = get_machine(f"{machine.preset}/{flex}").kernel_rates if flex else machine.kernel_rates
         same = torchtitan.as_torchtitan(question.tokens, best[0].parallel)
         launched = question.step(replace(machine, kernel_rates=rates), same)
-    return Advice(question, by, found, best, bandwidths, lengths, libraries, launched)
+    return Advice(question, by, found, best, bandwidths, lengths, batched, layouts, libraries, launched)
 
 
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from ...machine.machine import Machine
 from ..models.config import ModelConfig
@@ -54,27 +53,32 @@ ENGINES = (
 )
 
 
-def count_hosts(machine: Machine, parallel: Parallel) -> int:
-    """The number of hosts that the ranks of a candidate are on."""
-    return ceil(parallel.gpus / IN_HOST.get(machine.preset, machine.ranks_per_node))
+def starts(machine: Machine, parallel: Parallel) -> bool:
+    """Whether servers without cp, each on one host, are this spread: of a dp group, or of all that share experts."""
+    groups, host = _groups(parallel), IN_HOST.get(machine.preset, machine.ranks_per_node)
+    return parallel.cp == 1 and parallel.ep in (1, groups) and groups * parallel.tp <= host
 
 
-def command(engine: Engine, model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> tuple[str, str]:
-    """(command for a host, "") that serves `tokens` and a token after them without cp, or ("", why there is none)."""
-    software, hosts, quantized = parallel.software, count_hosts(machine, parallel), ""
-    if parallel.dp % hosts:
-        return "", f"no command, as dp={parallel.dp} groups of tp={parallel.tp} do not fill {hosts} hosts evenly"
+def _groups(parallel: Parallel) -> int:
+    """The number of dp groups in a server."""
+    return parallel.dp if parallel.ep > 1 else 1
+
+
+def command(engine: Engine, model: ModelConfig, tokens: int, parallel: Parallel) -> str:
+    """The command of a server for `tokens` and a token after them; "" if it has no option for the weights in 8 bits."""
+    software, groups, quantized = parallel.software, _groups(parallel), ""
     if software.fp8 and model.attention_item is None:  # else stored so
         quantized = engine.blocks if software.fp8_blocks else engine.tensors
         if not quantized or model.mlp_item is not None:
-            return "", "no command, as it has no option for such products in 8 bits"
-    options = {
-        "tensor-parallel-size": parallel.tp,
-        "data-parallel-size": parallel.dp // hosts,
-        engine.length: tokens + 1,
-        engine.users: parallel.rows,
-        "dtype": software.dtype,
-        "kv-cache-dtype": engine.cache if software.fp8_cache else "auto",
-        **({"quantization": quantized} if quantized else {}),
-    }
-    return " ".join([engine.start, *(f"--{name} {value}" for name, value in options.items())]), ""
+            return ""
+    rows, degrees = parallel.rows, f"--tensor-parallel-size {parallel.tp}"
+    if groups > 1 and engine.name.startswith("vLLM"):
+        degrees += f" --data-parallel-size {groups} --enable-expert-parallel"
+    elif groups > 1:  # whose groups are within tp, and share its limit of sequences
+        rows, gpus = rows * groups, groups * parallel.tp
+        degrees = f"--tensor-parallel-size {gpus} --attention-data-parallel-size {groups} --expert-parallel-size {gpus}"
+    cache = engine.cache if software.fp8_cache else "auto"
+    options = (
+        f"--{engine.length} {tokens + 1} --{engine.users} {rows} --dtype {software.dtype} --kv-cache-dtype {cache}"
+    )
+    return f"{engine.start} {degrees} {options}{f' --quantization {quantized}' if quantized else ''}"

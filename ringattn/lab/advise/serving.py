@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
@@ -15,7 +16,7 @@ from ..models.config import ModelConfig
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel, Software
-from .engines import ENGINES, command, count_hosts
+from .engines import ENGINES, command, starts
 from .search import LARGE, Offer, divisors
 
 #: Times that differ by less than this fraction are equal: fewer bytes win.
@@ -66,7 +67,7 @@ class Serving:
     question: ServingQuestion
     best: dict[int, ModelEstimate]
     misses: dict[int, ModelEstimate]
-    #: The fastest that fits without context parallelism.
+    #: The fastest that fits, and that servers start.
     plain: dict[int, ModelEstimate]
 
     @property
@@ -127,23 +128,21 @@ class Serving:
 
     @property
     def launches(self) -> list[tuple[str, str]]:
-        """(what it serves how fast, or why not; its command or "") of each engine; [] if nothing is chosen.
+        """(what it serves how fast, its command or "") of each engine; [] if nothing is chosen.
 
-        None of them has the context parallelism of `cp`, so that each serves the fastest without it.
+        They have no `cp`, and a server is on one host here: it is the fastest such spread.
         """
-        question, gpus, found = self.question, self.chosen, list[tuple[str, str]]()
-        if gpus is None:
-            return []
-        one = next((self.plain[count] for count in sorted(self.plain, reverse=True) if count <= gpus), None)
-        split = max(self.best[gpus].parallel.cp, (one or self.best[gpus]).parallel.tp // question.model.kv_heads) > 1
+        question, gpus = self.question, self.chosen
+        one = next((self.plain[count] for count in sorted(self.plain, reverse=True) if count <= (gpus or 0)), None)
+        if gpus is None or one is None:
+            return [(f"{engine.name}: no server without cp on one host fits", "") for engine in ENGINES if gpus]
+        split = max(self.best[gpus].parallel.cp, one.parallel.tp // question.model.kv_heads) > 1
+        each = f", by this command for each of {one.parallel.dp} groups" if one.parallel.dp > one.parallel.ep else ""
+        words, found = f"{one.parallel.name} in {duration(one.seconds)} [modelled]{each}", list[tuple[str, str]]()
         for engine in ENGINES:
-            line, words = "", f"no command, as nothing without cp fits on up to {plural(gpus, 'GPU')}"
-            if one is not None:
-                line, words = command(engine, question.model, question.offer.machine, question.tokens, one.parallel)
-                hosts = count_hosts(question.offer.machine, one.parallel)
-                where = f", by this command on each of {hosts} hosts" if hosts > 1 else ""
-                words = words or f"{one.parallel.name} in {duration(one.seconds)} [modelled]{where}"
-            found.append((f"{engine.name}: {words}{f'. It splits {engine.splits}' if split else ''}", line))
+            line = command(engine, question.model, question.tokens, one.parallel)
+            said = words if line else "no option for these products in 8 bits"
+            found.append((f"{engine.name}: {said}{f'. It splits {engine.splits}' if split else ''}", line))
         return found
 
     @property
@@ -178,7 +177,7 @@ class Serving:
             "chosen": self.chosen,
             "best": {
                 str(gpus): {
-                    **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
+                    **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp", "ep")},
                     **{name: getattr(one, name) for name in ("seconds", "parts", "memory", "plan")},
                     "cost of 1e6 tokens": None if question.offer.price is None else self.cost(gpus),
                     "costs of 1e6 tokens": self.costs(gpus),
@@ -213,7 +212,7 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
         if fitting:
             least = min(one.seconds for one in fitting)
             best[gpus] = min((x for x in fitting if x.seconds <= least * (1 + EQUAL)), key=lambda x: x.bytes)
-            if whole := [x for x in (best[gpus], *fitting) if x.parallel.cp == 1]:
+            if whole := [x for x in fitting if starts(question.offer.machine, x.parallel)]:
                 plain[gpus] = min(whole, key=lambda x: (x is not best[gpus], x.seconds))
         elif found:
             misses[gpus] = min(found, key=lambda one: one.bytes)
@@ -228,7 +227,8 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
 def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
     """Every way to split `gpus` GPUs into cp x dp x tp, with equally many sequences in each of the dp groups.
 
-    tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head.
+    tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head. Experts are whole in each
+    dp group, or shared by as many ranks as divide them: in a decode by those of different sequences.
     """
     model, machine = question.model, question.offer.machine
     for tp in divisors(gpus):
@@ -239,4 +239,7 @@ def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
             if question.users % dp or cp > question.tokens:
                 continue
             schedule = "auto" if cp <= LARGE else "ring"
-            yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=question.software)
+            shared = gcd(model.experts - model.shared, dp if question.phase == "decode" else cp * dp)
+            for ep in sorted({1, shared}):
+                options: dict[str, Any] = {"schedule": schedule, "software": question.software}
+                yield Parallel(cp, dp, tp, ep, rows=question.users // dp, **options)

@@ -49,8 +49,6 @@ def prefill(
 def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> ModelConfig:
     """The model with its weights as they are stored. Raises InvalidInput."""
     parallel.check(model, machine, tokens)
-    if parallel.ep > 1:
-        raise InvalidInput(f"ep={parallel.ep}: expert parallelism is modelled for training only; leave ep out")
     if not parallel.software.fp8:
         return model
     item = ITEM_BYTES[parallel.software.dtype]
@@ -85,6 +83,7 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
             **costs.products(model.layers),
             "logits": costs.logits(parallel.rows),
             "tp": model.layers * costs.exchanges,
+            "ep": model.expert_layers * costs.dispatch,
         },
         memory=memory,
         parallel=parallel,
@@ -126,6 +125,7 @@ def decode(
             "absorbing": model.attending * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
+            "ep": model.expert_layers * costs.dispatch,
             "merging over cp": merging * seconds,
         },
         memory=memory,
@@ -168,9 +168,12 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     state = 0 if one is None else one.heads * one.keys * one.values * STATE_ITEM
     # A head of keys and values that several ranks hold is stored on each of them.
     copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.attending
+    elsewhere = model.layers * model.routed * (1 - 1 / costs.parallel.ep) * (model.mlp_item or costs.item)
     return {
         "states": rows * model.recurring * state // tp,
-        "weights": ceil(model.stored_bytes(costs.item) / tp + (model.attention_item or costs.item) * copied),
+        "weights": ceil(
+            (model.stored_bytes(costs.item) - elsewhere) / tp + (model.attention_item or costs.item) * copied
+        ),
         "keys and values": rows * kept * _kept_numbers(costs) * _kept_item(costs),
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

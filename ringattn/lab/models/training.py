@@ -104,11 +104,11 @@ class StepEstimate(ModelEstimate):
     @property
     def unequal(self) -> str:
         """How unequal packed documents make cp ranks and dp groups, as text; "" where there are none."""
-        if not self.parallel.documents:
-            return ""
-        where = ("on the busiest of {} cp ranks", "in the slowest of {} dp groups")
-        both = zip(self.imbalance, where, (self.parallel.cp, self.parallel.dp), strict=True)
-        words = [f"{share:.2f} times the mean {name.format(count)}" for share, name, count in both if count > 1]
+        parallel, words = self.parallel, list[str]()
+        if parallel.documents and parallel.cp > 1:
+            words.append(f"{self.imbalance[0]:.2f} times the mean on the busiest of {parallel.cp} cp ranks")
+        if isinstance(parallel.documents, Lognormal) and parallel.dp > 1:
+            words.append(f"{self.imbalance[1]:.2f} times the mean in the slowest of {parallel.dp} dp groups")
         return f"attention takes {', '.join(words)}" if words else ""
 
     @property
@@ -286,10 +286,11 @@ def _parts(
         "host": 0.0,
     }
     mixers = _mixers(model, layers, recurrent)
-    if parallel.uses_host:
-        parts["host"] = _host_seconds(costs, mixers)
-    if parallel.checkpointing == "host":
-        parts["optimiser"] = 0.0
+    if parallel.uses_host and machine.host_bandwidth:
+        parts["host"] = _copies(costs, mixers, machine.host_bandwidth)
+        if parallel.checkpointing == "host":  # whose Adam moves its bytes at the rate of copies [assumed]
+            moved = GRADIENT + costs.item + ADAM_TRAFFIC
+            parts["optimiser"] = moved * costs.held("optimizer") / machine.host_bandwidth
     return {**parts, "fsdp": _exposed(costs, mixers, parts["loss"])}
 
 
@@ -303,22 +304,16 @@ def _mixers(
     return [*found, (count - both, one.forward, one.backward), (model.layers - model.having("ar"), 0.0, 0.0)]
 
 
-def _host_seconds(costs: LayerCosts, mixers: list[Mixer]) -> float:
-    """Seconds that memory on the host adds: copies of layers' inputs that computing does not hide, and the optimiser.
+def _copies(costs: LayerCosts, mixers: list[Mixer], rate: float) -> float:
+    """Seconds of copies of layers' inputs that computing does not hide.
 
-    A layer's input goes to the host while the next layer computes, and comes back while another one does. With "host",
-    gradients and new weights travel once; the host's Adam moves its bytes at the same rate [assumed].
+    A layer's input goes to the host while the next layer computes, and comes back while another one does.
     """
-    rate = costs.machine.host_bandwidth
-    assert rate is not None, "Parallel.check"
     copy = costs.input_bytes / rate
-    exposed = sum(
+    return sum(
         count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - costs.backward, 0.0))
         for count, forward, backward in mixers
     )
-    if costs.parallel.checkpointing == "offload":
-        return exposed
-    return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
 
 
 def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:

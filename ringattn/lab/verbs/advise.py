@@ -100,8 +100,8 @@ def _print_serving(serving: Serving) -> None:
     waits = "first token" if question.phase == "prefill" else "next token"
     header = ["GPUs", "candidate", f"{waits} [modelled]", "rate", "longest part", "memory of a GPU", "1e6 tokens"]
     print_grid("", header, serving.rows)
-    for gpus in serving.misses:
-        print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
+    if serving.misses:
+        print_paragraph(f"does not fit: {serving.describe_miss(max(serving.misses))}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
     print_paragraph(f"note: a {question.phase} has no published measurement here; attention at the rate of {library}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 
 import ringattn as ra
 from ringattn import InvalidInput
-from ringattn.lab.advise.engines import ENGINES, command
+from ringattn.lab.advise.engines import ENGINES, command, starts
 from ringattn.lab.advise.search import Offer
 from ringattn.lab.advise.serving import ServingQuestion, serve
 from ringattn.lab.models.config import ModelConfig, load_model
@@ -132,41 +133,47 @@ NAMES = {one["name"]: one for one in json.loads((Path(__file__).parent / "servin
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda one: one.name.split()[0])
 @pytest.mark.parametrize(
-    ("model", "machine", "software", "parallel"),
+    ("model", "software", "parallel"),
     [
-        ("llama3_8b", "h100_nvlink_ib", Software(), Parallel(dp=4, tp=4, rows=3)),
-        ("llama3_8b", "h100_nvlink_ib", Software(fp8=True, fp8_cache=True), Parallel(dp=2, tp=1)),
-        ("llama3_8b", "h100_nvlink_ib", Software(fp8=True, fp8_blocks=True), Parallel(tp=8)),
-        ("deepseek_v3", "h200_nvlink_ib", Software("float16", fp8=True), Parallel(tp=8)),
-        ("gpt_oss_120b", "h100_nvlink_ib", Software(fp8=True), Parallel(tp=2)),
-        ("llama3_8b", "gb200_nvl72", Software(), Parallel(tp=8)),
-        ("llama3_8b", "h100_nvlink_ib", Software(), Parallel(dp=3, tp=4)),
+        ("llama3_8b", Software(), Parallel(dp=4, tp=4, rows=3)),
+        ("llama3_8b", Software(fp8=True, fp8_cache=True), Parallel(dp=2, tp=1)),
+        ("llama3_8b", Software(fp8=True, fp8_blocks=True), Parallel(tp=8)),
+        ("deepseek_v3", Software("float16", fp8=True), Parallel(tp=2, dp=4, ep=4, rows=3)),
+        ("gpt_oss_120b", Software(fp8=True), Parallel(tp=2)),
     ],
 )
-def test_commands_have_names_that_servers_know(
-    engine: Any, model: str, machine: str, software: Software, parallel: Parallel
-) -> None:
+def test_commands_have_names_that_servers_know(engine: Any, model: str, software: Software, parallel: Parallel) -> None:
     known = NAMES[engine.name.split()[0]]
     assert engine.name == f"{known['name']} {known['release']}" and engine.start == known["start"]
     assert {*re.findall(r"--([a-z-]+)", engine.splits)} <= {*known["options"]}
-    spread = replace(parallel, software=software)
-    line, why = command(engine, load_model(model), ra.get_machine(machine), 8192, spread)
-    if why:
-        assert line == "" and why.startswith("no command, as ")
-        hosts = (parallel == Parallel(tp=8) and machine == "gb200_nvl72") or parallel.dp == 3
-        bits = model == "gpt_oss_120b" or (software.fp8_blocks and engine.name.startswith("SGLang"))
-        assert hosts == ("do not fill 2 hosts evenly" in why) and bits == ("such products in 8 bits" in why)
+    line = command(engine, load_model(model), 8192, replace(parallel, software=software))
+    no_blocks = software.fp8_blocks and engine.name.startswith("SGLang")
+    assert (line == "") == (no_blocks or model == "gpt_oss_120b")
+    if not line:
         return
-    words = shlex.split(line.removeprefix(engine.start))
-    given = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    for name, value in given.items():
-        assert value in known["choices"][name] if name in known["choices"] else int(value) >= 1, name
-        assert "int" in known["options"][name] or name in known["choices"]
-    assert given["tensor-parallel-size"] == str(parallel.tp) and given[engine.length] == "8193"
-    assert int(given["data-parallel-size"]) == min(parallel.dp, 8 // parallel.tp)
-    assert given[engine.users] == str(parallel.rows)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for name, kind in known["options"].items():
+        choices = known["choices"].get(name)
+        how: dict[str, Any] = {"action": "store_true"} if kind == "bool" else {"type": str if choices else int}
+        parser.add_argument(f"--{name}", **how, **({"choices": choices} if choices else {}))
+    found = vars(parser.parse_args(shlex.split(line.removeprefix(engine.start))))
+    given = {name.replace("_", "-"): value for name, value in found.items() if value not in (None, False)}
+    shared = parallel.ep > 1  # SGLang's groups are within its tp, and its limit is that of all
+    sglang = shared and engine.name.startswith("SGLang")
+    assert given["tensor-parallel-size"] == (8 if sglang else parallel.tp) and given[engine.length] == 8193
+    assert given.get("data-parallel-size", 1) == (4 if shared and not sglang else 1)
+    assert given.get("attention-data-parallel-size", 1) == (4 if sglang else 1)
+    assert given[engine.users] == parallel.rows * (4 if sglang else 1)
+    assert ("enable-expert-parallel" in given or given.get("expert-parallel-size") == 8) == shared
     assert ("quantization" in given) == (software.fp8 and model != "deepseek_v3")
-    assert given["kv-cache-dtype"].startswith("fp8") == software.fp8_cache
+    assert given["kv-cache-dtype"].startswith("fp8") == software.fp8_cache and given["dtype"] == software.dtype
+
+
+def test_a_server_is_on_one_host_and_has_no_context_parallelism() -> None:
+    node, rack = ra.get_machine("h100_nvlink_ib"), ra.get_machine("gb200_nvl72")  # of hosts with 8 and 4 GPUs
+    assert starts(node, Parallel(tp=8)) and not starts(rack, Parallel(tp=8)) and starts(rack, Parallel(dp=9, tp=4))
+    assert starts(node, Parallel(dp=2, tp=4, ep=2)) and not starts(node, Parallel(dp=4, tp=4, ep=4))
+    assert not starts(node, Parallel(dp=4, ep=2)) and not starts(node, Parallel(cp=2))
 
 
 def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
@@ -181,7 +188,18 @@ def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
         assert line in serving.record["launch"] and " --tensor-parallel-size 8 " in line
     assert serve(ask(within=1e-9)).launches == []
     two = serve(ask(users=16, gpus=16, machine=ra.get_machine("h100_nvlink_ib")))
-    assert two.best[16].parallel.dp == 16 and "by this command on each of 2 hosts" in two.launches[0][0]
+    assert two.best[16].parallel.dp == 16 and "by this command for each of 16 groups" in two.launches[0][0]
+
+
+def test_experts_of_a_decode_are_shared_by_ranks_with_their_own_sequences() -> None:
+    """DeepSeek-V3 on 8 MI300X: each rank has the latents of 8 of 64 users, and an eighth of the experts."""
+    offer = Offer("mi300x", ra.get_machine("mi300x_ib"), 3.0)
+    serving = serve(
+        ask(model=load_model("deepseek_v3"), offer=offer, users=64, gpus=8, software=Software(fp8_cache=True))
+    )
+    best = serving.best[8].parallel
+    assert (best.dp, best.ep) == (8, 8) and all("--data-parallel-size 8" in x for x in serving.launches[0][1:])
+    assert serving.best[8].parts["ep"] > 0 and serving.record["best"]["8"]["ep"] == 8
 
 
 def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
