@@ -173,7 +173,7 @@ class Advice:
             own = best.offer.price == machine.price and machine.source("price") == "assumed"
             yield (
                 f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second "
-                f"of all costs {digits(second)} {CURRENCY}, a step {digits(second * best.step.seconds)} {CURRENCY}."
+                f"on all GPUs costs {digits(second)}, and a step {digits(second * best.step.seconds)} {CURRENCY}."
             )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import SERVERS, read_server
 
 import ringattn as ra
 from ringattn import InvalidInput
@@ -127,10 +124,6 @@ def test_fewer_heads_of_keys_than_ranks_are_copied() -> None:
     assert f"{digits(seconds * 4 * 700 / 3.6e6)} kWh" in serving.verdict
 
 
-#: Names of options of servers, as their releases on PyPI had them on a date.
-NAMES = {one["name"]: one for one in json.loads((Path(__file__).parent / "serving_names.json").read_text())}
-
-
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda one: one.name.split()[0])
 @pytest.mark.parametrize(
     ("model", "software", "parallel"),
@@ -143,7 +136,7 @@ NAMES = {one["name"]: one for one in json.loads((Path(__file__).parent / "servin
     ],
 )
 def test_commands_have_names_that_servers_know(engine: Any, model: str, software: Software, parallel: Parallel) -> None:
-    known = NAMES[engine.name.split()[0]]
+    known = SERVERS[engine.name.split()[0]]
     assert engine.name == f"{known['name']} {known['release']}" and engine.start == known["start"]
     assert {*re.findall(r"--([a-z-]+)", engine.splits)} <= {*known["options"]}
     line = command(engine, load_model(model), 8192, replace(parallel, software=software))
@@ -151,13 +144,7 @@ def test_commands_have_names_that_servers_know(engine: Any, model: str, software
     assert (line == "") == (no_blocks or model == "gpt_oss_120b")
     if not line:
         return
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    for name, kind in known["options"].items():
-        choices = known["choices"].get(name)
-        how: dict[str, Any] = {"action": "store_true"} if kind == "bool" else {"type": str if choices else int}
-        parser.add_argument(f"--{name}", **how, **({"choices": choices} if choices else {}))
-    found = vars(parser.parse_args(shlex.split(line.removeprefix(engine.start))))
-    given = {name.replace("_", "-"): value for name, value in found.items() if value not in (None, False)}
+    given = read_server(line)
     shared = parallel.ep > 1  # SGLang's groups are within its tp, and its limit is that of all
     sglang = shared and engine.name.startswith("SGLang")
     assert given["tensor-parallel-size"] == (8 if sglang else parallel.tp) and given[engine.length] == 8193
