@@ -138,9 +138,9 @@ class Advice:
         step = self.batched
         if step is None:
             return []
-        seconds = f"take {duration(1e9 / step.tokens * step.seconds)}"
-        taken = "do not fit" if step.fits is False else seconds
-        return [f"Batch: with {MORE} times the sequences in a step, one after another, 1e9 tokens {taken}."]
+        seconds = f"1e9 tokens take {duration(1e9 / step.tokens * step.seconds)}"
+        taken = f"a GPU needs {size(step.bytes)}" if step.fits is False else seconds
+        return [f"Batch: with {MORE} times the sequences in a step, one after another, {taken}."]
 
     def _length_changes(self) -> Iterator[str]:
         """The best candidate at each of LENGTHS."""
@@ -261,7 +261,7 @@ class Advice:
     @property
     def not_fitting(self) -> list[str]:
         """For each machine, the candidate that comes closest to fitting, and on how many GPUs nothing fits, as text."""
-        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
+        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus]) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {' or '.join(map(str, none[::-1]))} GPU{'s' * (none != [1])}"
             for offer in self.question.offers
@@ -336,18 +336,10 @@ def explain(candidate: TrainingCandidate) -> str:
     return f"{words}; {nearly}: {size(candidate.step.bytes)} of {size(memory)}, most of it {category}"
 
 
-def nearest_miss(found: Found, offer: Offer) -> str:
-    """The candidate that exceeds the memory of a GPU least, and what would help, as text; "" if none was too large."""
-    has = offer.machine.memory
-    if has is None or not found.too_large:
-        return ""
-    nearest = min(found.too_large, key=lambda one: one.step.bytes)
-    memory, lacking = nearest.step.memory, nearest.step.bytes - has
-    category = max(memory, key=lambda name: memory[name])
-    return (
-        f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
-        f"most of it {category}, {size(memory[category])}"
-    )
+def nearest_miss(found: Found) -> str:
+    """The candidate that exceeds the memory of a GPU least, as text; "" if none was too large."""
+    one = min(found.too_large, key=lambda one: one.step.bytes, default=None)
+    return f"the nearest miss is {one.name}, {one.choices}: {one.step.lacks}" if one else ""
 
 
 def describe_numbers(advice: Advice) -> list[str]:
@@ -418,8 +410,9 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         for name in ((*LAYOUTS, "balanced") if packed else ())
         if name != best[0].parallel.layout
     }
-    several = {"rows": MORE * best[0].parallel.rows, "micro_batches": MORE * best[0].parallel.count}
-    batched = question.step(machine, replace(best[0].parallel, **several)) if question.batch is None else None
+    first = best[0].parallel
+    several = replace(first, rows=MORE * first.rows, micro_batches=MORE * first.count)
+    batched = question.step(machine, several) if question.batch is None else None
     for name in PRESETS[machine.preset].kernels if machine.preset else ():
         if name != best[0].library:
             rates = get_machine(f"{machine.preset}/{name}").kernel_rates
@@ -448,7 +441,7 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
     """Why nothing fits: the nearest miss, and how many GPUs would be enough."""
     reasons = [reason for one in found.values() for reason in one.refused]
     for offer in question.offers:
-        if words := nearest_miss(found[offer.name, question.gpus], offer):
+        if words := nearest_miss(found[offer.name, question.gpus]):
             more = (factor * question.gpus for factor in (2, 4, 8, 16))
             fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
             reasons.append(f"{offer.name}: {words}{f'; {fitting} GPUs would be enough' if fitting else ''}")

@@ -49,7 +49,9 @@ class Question:
     """The question how best to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of `offers`.
 
     `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage.
-    `documents` are the lengths of the documents packed in each sequence, or their distribution. Raises InvalidInput.
+    `documents` are the lengths of the documents packed in each sequence, or their distribution. Or, as `phase` says,
+    how to serve a "prefill" or a "decode" of `batch` sequences (None: one): `within` limits the seconds until all
+    prompts have their first token, or for one token of every sequence. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -59,18 +61,24 @@ class Question:
     batch: int | None = None
     software: Software = field(default_factory=Software)
     documents: tuple[int, ...] | Lognormal = ()
+    phase: str = "training"
+    within: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "gpus", "batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1; try {name}={'1M' if name == 'tokens' else 8}")
+        if self.within is not None and not 0 < self.within < float("inf"):
+            raise InvalidInput(f"within={self.within}: must be a number of seconds > 0, such as within=0.05")
         if not self.offers:
             raise InvalidInput("no machine to compare; name at least one, such as machine=h100_nvlink_ib")
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of GPUs to compare: `gpus`, and its halves until a number is odd."""
+        """The numbers of GPUs to compare: `gpus`, and its halves until a number is odd; to serve, powers of two."""
+        if self.phase != "training":
+            return sorted({*(1 << i for i in range(self.gpus.bit_length())), self.gpus})
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)

@@ -11,6 +11,7 @@ from math import ceil
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
+from ...text import size
 from .config import ModelConfig
 from .parallel import SHARDS, Parallel, Software
 
@@ -474,6 +475,13 @@ class ModelEstimate:
     def tokens_per_second(self) -> float:
         """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
+
+    @property
+    def lacks(self) -> str:
+        """How much more than the memory of a GPU it needs, and what takes most of it, as text."""
+        has, most = self.machine.memory or 0, max(self.memory, key=lambda name: self.memory[name])
+        more = f"{size(self.bytes - has)} more than the {size(has)} there are"
+        return f"{more}, most of it {most}, {size(self.memory[most])}"
 
     @property
     def fits(self) -> bool | None:
