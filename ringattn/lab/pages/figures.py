@@ -21,6 +21,8 @@ COLOURS = (
 )
 #: Markers and dashes of lines; combined with COLOURS they distinguish 384 lines.
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
+#: The smallest font, in points: 8 pixels on a phone, for which a figure of 4.8 inches shrinks.
+SMALL = 8.0
 #: A placeholder, which `to_svg` replaces by the page's text colour.
 TEXT = "#010203"
 _SETTINGS = {
@@ -28,7 +30,7 @@ _SETTINGS = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.0,
-    "legend.fontsize": 7.0,
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
     "legend.framealpha": 0.0,  # a page may be dark
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
 }
@@ -51,9 +53,9 @@ def to_svg(figure: Any, name: str) -> Markup:
     """The <svg> element of a figure in the page's colours, dark or light, with a legend if the first axes have labels.
 
     The name prefixes all ids, since several plots share a page."""
-    first = figure.axes[0]
-    if first.get_legend_handles_labels()[0] and not figure.legends and first.get_legend() is None:
-        figure.legend(loc="outside lower center", ncols=2)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles and not figure.legends:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) < 30 else 1)
     written = io.StringIO()
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = written.getvalue().replace(TEXT, "currentColor").replace("#000000", "currentColor")
@@ -70,9 +72,9 @@ def use_log_y(axes: Any, show: Callable[[float], str], base: int = 10) -> None:
     axes.yaxis.set_minor_formatter(lambda value, place: "")
 
 
-def wrap(label: str) -> str:
-    """The label in lines so short that two labels fit side by side in a figure 7.2 inches wide."""
-    return textwrap.fill(label, 46)
+def wrap(label: str, width: int = 60) -> str:
+    """The label in lines of at most `width` characters: 60 fit into a legend, 30 above one of two panels."""
+    return textwrap.fill(label, width)
 
 
 def draw_lines(
@@ -83,13 +85,20 @@ def draw_lines(
     *,
     log: bool,
     joined: bool = True,
+    axes: Any = None,
 ) -> Any:
-    """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes."""
-    axes = figure.subplots()
+    """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes.
+
+    Each line is thinner than those before it, so that equal lines show beside each other.
+    """
+    axes = axes or figure.subplots()
     for i, (name, points) in enumerate(series.items()):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
         style["linestyle"] = DASHES[i // (8 * len(COLOURS)) % 4] if joined else ""
-        axes.plot(*zip(*points, strict=True), label=wrap(name) or None, markersize=3, **style)
+        size = 1 - i / len(series)
+        style |= {"linewidth": 1 + 2.5 * size, "markersize": 3 + 4 * size if joined else 3}
+        if points:
+            axes.plot(*zip(*points, strict=True), label=wrap(name) or None, **style)
     if log:
         axes.set_xscale("log", base=2)
     axes.set(xlabel=xlabel, ylabel=ylabel)
