@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from browser import BROWSER, OVERLAPS, WIDTHS, probe, probe_all
 from command_line import Inside, ringattn
 from imported import import_file
 from safetensors.torch import save_file
 
 from ringattn.cli.config.overrides import prepare
-from ringattn.lab.verbs import advise
-from ringattn.lab.verbs.settings import AdviseConfig, AdviseOutputGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -321,53 +318,3 @@ def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     told = " ".join(pages[0].split())
     assert f"{count} published attention times are predicted" in told
     assert f"a median error of {half} % and a 90th percentile of {most} %" in told
-
-
-SITE = ROOT / "docs/_build/html"
-#: How wide the page is and may be, and which images have no alternative text or do not show.
-LOOK = """
-  const images = [...document.images];
-  document.title = JSON.stringify({
-    wide: document.documentElement.scrollWidth, room: innerWidth, images: images.length,
-    silent: images.filter(x => !x.alt).map(x => x.src), broken: images.filter(x => !x.naturalWidth).map(x => x.src)});
-"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.skipif(not (SITE / "searchindex.js").is_file(), reason="needs the pages: scripts/docs")  # the last file
-@pytest.mark.parametrize("name", ["index", "textbook", "simulation", "command_line", "notebooks/planning_a_cluster"])
-def test_pages_of_the_site_fit(name: str, tmp_path: Path) -> None:
-    page = SITE / f"{name}.html"
-    base = f'<head><base href="{page.as_uri()}">'
-    shown = page.read_text().replace("<head>", base, 1)
-    for width, seen in zip(WIDTHS, probe_all([(shown, width) for width in WIDTHS], LOOK, tmp_path), strict=True):
-        assert seen["wide"] <= seen["room"] == width
-        assert not seen["silent"] and not seen["broken"] and (seen["images"] or name == "command_line")
-    assert "reference download" not in page.read_text()
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_the_pages_of_a_study_and_of_advice_fit(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    page, study = tmp_path / "advice.html", tmp_path / "study" / "report.html"
-    study_words = "-m ranks=2,4,8 tokens=64k,1M pattern=causal,longnet,dilated machine=h100_nvlink_ib,gtx1080_pcie"
-    plots = "study.plots=[stack,efficiency,memory,time,crossover]"
-    assert ringattn("simulate", *study_words.split(), plots, "output.path=study", cwd=tmp_path).returncode == 0
-    config = AdviseConfig(tokens="32k", gpus=4, batch=1, output=AdviseOutputGroup(page=str(page)))
-    with contextlib.redirect_stdout(io.StringIO()):
-        advise.main(config)
-    shown = [(each.read_text(), width) for each in (study, page) for width in WIDTHS]
-    for (_, width), seen in zip(shown, found := probe_all(shown, OVERLAPS, tmp_path), strict=True):
-        assert not seen["found"] and seen["wide"] <= seen["room"] == width and seen["first"] < width / 2
-    assert "fill: #ffffff" not in study.read_text(), "on a dark page"
-    assert all(seen["words"] > 20 and not seen["silent"] for seen in found[2:])
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_words_of_figures_do_not_overlap(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import_file(ROOT / "docs/figures.py").draw_all(tmp_path)
-    drawn = "".join(f"<div>{path.read_text()}</div>" for path in (*tmp_path.glob("*.svg"), *ROOT.glob("docs/*.svg")))
-    seen = probe(f"<!doctype html><title></title><body>{drawn}</body>", OVERLAPS, tmp_path, width=1280)
-    assert seen["words"] > 100
-    assert not seen["found"]

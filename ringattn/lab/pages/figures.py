@@ -19,10 +19,10 @@ COLOURS = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd"),
     *("#1b5e20", "#b5179e"),
 )
-#: Markers and dashes of lines; combined with COLOURS they distinguish 384 lines.
+#: Markers and dashes of lines: markers and COLOURS distinguish 96 lines, and a dashed line shows an equal one below it.
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
 #: The smallest font, in points: 8 pixels on a phone, for which a figure of 4.8 inches shrinks.
-SMALL = 8.0
+SMALL = 8.5
 #: A placeholder, which `to_svg` replaces by the page's text colour.
 TEXT = "#010203"
 _SETTINGS = {
@@ -64,9 +64,10 @@ def to_svg(figure: Any, name: str) -> Markup:
 
 
 def use_log_y(axes: Any, show: Callable[[float], str], base: int = 10) -> None:
-    """Give axes a log y axis, labelled by `show` at 1, 2 and 5 times each power of 10, or at powers of base 2."""
+    """Give axes a log y axis, labelled by `show` at powers of the base, and also at 2 and 5 times few powers of 10."""
     axes.set_yscale("log", base=base)
-    subs = (1, 2, 5) if base == 10 else (1,)
+    low, high = axes.get_ylim()
+    subs = (1, 2, 5) if base == 10 and high < 1000 * low else (1,)
     axes.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(base, subs))
     axes.yaxis.set_major_formatter(lambda value, place: show(value))
     axes.yaxis.set_minor_formatter(lambda value, place: "")
@@ -94,7 +95,7 @@ def draw_lines(
     axes = axes or figure.subplots()
     for i, (name, points) in enumerate(series.items()):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
-        style["linestyle"] = DASHES[i // (8 * len(COLOURS)) % 4] if joined else ""
+        style["linestyle"] = DASHES[i % len(DASHES)] if joined else ""
         size = 1 - i / len(series)
         style |= {"linewidth": 1 + 2.5 * size, "markersize": 3 + 4 * size if joined else 3}
         if points:
