@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from imported import import_file
 from safetensors.torch import save_file
 
 from ringattn.cli.config.overrides import prepare
+from ringattn.cli.main import VERBS
+from ringattn.lab.bench.case import get_summary
+from ringattn.lab.bench.report import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -294,20 +299,56 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         masks = ("dense", "causal", "window", "documents", "dilated")
         cells = [f"{beside(name, mask, 'forward')} / {beside(name, mask, 'backward')}" for mask in masks]
         assert f"| {label} | {' | '.join(cells)} |".replace("- / -", "-") in measured
-    for words, name, masks in (
-        ("dense and causal masks {} times as fast as PyTorch's context parallelism", "template", ("dense", "causal")),
-        (
-            "dense and causal masks {} times as fast as PyTorch's context parallelism",
-            "template_a2a",
-            ("dense", "causal"),
-        ),
-        ("two ranks: {} times (window)", "FlexAttention", ("window",)),
-        ("(window) and {} times (documents) as fast as compiled FlexAttention", "FlexAttention", ("documents",)),
-        ("context parallelism, and {} times as fast as `scaled_dot_product_attention`", "sdpa", ("dense", "causal")),
+    templates = [beside(name, mask, "forward") for name in ("template", "template_a2a") for mask in ("dense", "causal")]
+    sdpa = [beside("sdpa", mask, "forward") for mask in ("dense", "causal")]
+    flex = (beside("FlexAttention", mask, "forward") for mask in ("window", "documents"))
+    for words in (
+        "two ranks: {} times (window) and {} times (documents) as fast as compiled FlexAttention".format(*flex),
+        f"masks {min(templates)} to {max(templates)} times as fast as PyTorch's context parallelism, and "
+        f"{min(sdpa)} to {max(sdpa)} times as fast as `scaled_dot_product_attention`",
     ):
-        before, after = map(re.escape, words.split("{}"))
-        ((low, high),) = re.findall(rf"{before}([\d.]+) to ([\d.]+){after}", readme)
-        assert all(float(low) <= float(beside(name, mask, "forward")) <= float(high) for mask in masks)
+        assert words in readme
+
+
+def test_missed_and_lowered_targets_are_those_of_the_reports() -> None:
+    told = " ".join((ROOT / "docs/measured.md").read_text().split("the target was lowered")[1].split())
+    lowered, missed = told.split("Scripts of a few")[0].split("Still missed:")
+    seen = 0
+    for report in map(read_report, ROOT.glob("benchmarks/*.jsonl")):
+        rows = re.findall(rf"\| {report.record['suite']}: [^|]*\| ([^|]*)\| ([^|]*)\|", lowered)
+        for case in report.record["cases"]:
+            summary = [{"median": one.get("peer / ringattn"), **one} for one in get_summary(case)]
+            for one in (*case.get("ratios", ()), *summary):
+                if "was" in one:
+                    seen += 1
+                    assert any(is_within(one["median"], cell) and f"{one['target']:g}" in of for cell, of in rows), one
+                elif one.get("met") is False:
+                    assert f"{one['median']:.2f}" in missed, one
+    assert seen > 10
+
+
+def is_within(value: float, cell: str) -> bool:
+    """Whether a value is in a cell such as "0.59, 0.64" or "0.38 to 0.60"."""
+    numbers = sorted(map(float, re.findall(r"[\d.]+", cell)))
+    return numbers[0] <= round(value, 2) <= numbers[-1]
+
+
+def test_counts_of_classes_are_those_of_the_table_and_verbs_those_of_the_command_line() -> None:
+    with (ROOT / "docs/support_models.csv").open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    plain = Counter(answer for name, answer, _ in rows if "(" not in name.removesuffix(".get_decoder()"))
+    sets = Counter(answer for name, answer, _ in rows) - plain
+    readme, models, changes = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/models.md", "CHANGELOG.md")
+    )
+    assert f"[{plain['exact']} of {plain.total():,} transformers classes]" in readme
+    assert (
+        f"Of {plain.total():,} classes of transformers 5.24, {plain['refused']} are refused by name, "
+        f"{plain['exact']} are exact, {plain['not set up']} could not be set up, and none is wrong."
+    ) in models
+    assert f"({sets['exact']:,} sets are exact, {sets['refused']} refused)" in models
+    (verbs,) = re.findall(r"\*\*Command line\*\*: `([a-z ]+)`", changes)
+    assert sorted(verbs.split()) == sorted(VERBS)
 
 
 def test_errors_on_published_measurements_are_those_of_their_page() -> None:
