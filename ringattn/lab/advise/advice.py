@@ -346,15 +346,15 @@ def describe_numbers(advice: Advice) -> list[str]:
     """One line for each machine number on which the predicted steps depend, with its source."""
     machines = {one.offer.name: one.offer.machine for one in advice.best}
     return [
-        f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
+        f"{where}: {name} {number.show(getattr(machine, name))}, {machine.source(name)}"
         for where, machine in machines.items()
         for name, number in MACHINE_NUMBERS.items()
         if number.python_type is float
         and getattr(machine, name) is not None
         and not (name == "flops" and machine.kernel_rates is not None)
     ] + [
-        f"{where}: attention by {rates.library}, {rates.forward:g} flop/s forward, {rates.backward:g} backward, "
-        f"with their exponentials, {machine.source('kernel_rates')}"
+        f"{where}: attention by {rates.library}, {rate(rates.forward, 'FLOP/s')} forward, "
+        f"{rate(rates.backward, 'FLOP/s')} backward, with their exponentials, {machine.source('kernel_rates')}"
         for where, machine in machines.items()
         if (rates := machine.kernel_rates) is not None
     ]

@@ -21,7 +21,7 @@ from rich.table import Table
 from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
-from ...text import duration, durations, plural, rate, size
+from ...text import duration, durations, plural, size
 from ..progress import Listener
 
 #: Width of standard output in columns if it is not a terminal: enough for every table.
@@ -67,18 +67,7 @@ def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
 
 def format_quantity(name: str, value: float | bool) -> str:
     """A machine parameter's value with its unit, as text; `name` is the parameter."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    unit = MACHINE_NUMBERS[name].unit
-    if unit == "s":
-        return duration(value)
-    if unit == "bytes":
-        return size(value)
-    if unit in ("bytes/s", "flop/s"):
-        return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
-    if isinstance(value, int):
-        return f"{value:,} {unit.replace('ranks', 'rank') if value == 1 else unit}"
-    return f"{value:g} {unit}"
+    return MACHINE_NUMBERS[name].show(value)
 
 
 def print_numbers(title: str, numbers: Iterable[Number]) -> None:
