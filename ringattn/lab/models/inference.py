@@ -21,8 +21,8 @@ FP8 = 1
 #: Bytes of the score and the position of a key that a rank proposes.
 CANDIDATE = 8
 #: Kernels of a layer in a decode by CUDA graphs, and the seconds that each takes to start, and to fill and drain the
-#: queue of the memory. Spector et al., "Look Ma, No Bubbles" (2025): the 2.47e9 bytes of Llama-1B, with a hundred kernels
-#: in 16 layers, are read at 50 % of H100's 3.35e12 bytes/s instead of 80 %: 0.56 ms more; 1.3 us are the start.
+#: queue of the memory. Spector et al., "Look Ma, No Bubbles" (2025): the 2.47e9 bytes of Llama-1B, with a hundred
+#: kernels in 16 layers, are read at 50 % of H100's 3.35e12 bytes/s instead of 80 %: 0.56 ms more; 1.3 us are the start.
 KERNELS, KERNEL_START = 7, 5e-6
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024

@@ -15,8 +15,8 @@ from .config import ModelConfig
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
 #: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "host": its input, in
 #: the memory of the host, as are gradients and the optimizer's states, and the MLP computes one tile of rows after
-#: another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value heads after
-#: another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
+#: another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value heads
+#: after another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
 CHECKPOINTING = ("none", "selective", "attention", "full", "host", "heads")
 #: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
@@ -160,9 +160,7 @@ class Parallel:
                 f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
-        self._check_rates(machine)
-        if model.latent is not None and self.checkpointing == "heads":
-            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
+        self._check_checkpoints(model, machine)
         if self.documents and sum(self.documents) != tokens:
             raise InvalidInput(
                 f"documents: their {sum(self.documents):,} tokens do not fill a sequence of {tokens:,}; give the "
@@ -195,16 +193,19 @@ class Parallel:
                 f"{self.count}; try batch={self.pp}"
             )
 
-    def _check_rates(self, machine: Machine) -> None:
-        """Raise InvalidInput where the machine lacks a rate."""
+    def _check_checkpoints(self, model: ModelConfig, machine: Machine) -> None:
+        """Raise InvalidInput where the machine lacks a rate, or the model has no heads to take one by one."""
+        if model.latent is not None and self.checkpointing == "heads":
+            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(
                 f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
                 "give machine.matmul_fp8="
             )
         if self.on_host and machine.host_bandwidth is None:
+            name = machine.preset or "this machine"
             raise InvalidInput(
-                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's memory; give "
+                f"checkpointing={self.checkpointing}: {name} has no rate to the host's memory; give "
                 "machine.host_bandwidth="
             )
 
