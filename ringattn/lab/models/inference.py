@@ -127,7 +127,7 @@ def decode(
             "keys and values": _attend(costs, kept),
             "states": 2 * memory["states"] / memory_bandwidth(machine),
             **costs.products(model.layers),
-            "absorbing": model.attending * costs.expand(batch),
+            "absorbing": model.having["a"] * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "merging over cp": merging * seconds,
@@ -167,9 +167,9 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     one = model.recurrence
     state = 0 if one is None else one.heads * one.keys * one.values * STATE_ITEM
     # A head of keys and values that several ranks hold is stored on each of them.
-    copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.attending
+    copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.having["a"]
     return {
-        "states": rows * model.recurring * state // tp,
+        "states": rows * model.having["r"] * state // tp,
         "weights": ceil(model.stored_bytes(costs.item) / tp + (model.attention_item or costs.item) * copied),
         "keys and values": rows * kept * _kept_numbers(costs) * costs.item,
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
