@@ -280,7 +280,7 @@ class SimulateConfig(TwoSides):
         matmul = "machine.matmul " * (self.block is None)  # rows of a block are expanded by a product
         refuse(
             self,
-            f"{models} {matmul}machine.peak machine.matmul_fp8 machine.host_bandwidth model",
+            f"{models} {matmul}machine.peak machine.matmul_fp8 machine.host_bandwidth machine.in_switch model",
             "without a model, such as model=llama3_8b",
         )
         if self.mode != "timing":

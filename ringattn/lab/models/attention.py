@@ -83,7 +83,7 @@ def attention_of_layers(
     that choose keys attend in absorbed form. Raises the errors of planning.
     """
     tp = parallel.tp
-    if not model.attending:
+    if not model.having["a"]:
         return []
     if tp > 1:  # every tp-th rank of a node is in the group
         shared = machine.bandwidth / min(tp, machine.ranks_per_node) if machine.shared_nic else machine.bandwidth
@@ -133,7 +133,7 @@ def attention_of_layers(
         layer = replace(
             layer, forward=layer.forward + indexer.forward, buffers=max(layer.buffers, indexer.buffers), plan=words
         )
-    return [(model.attending, layer)]
+    return [(model.having["a"], layer)]
 
 
 def latent_sizes(model: ModelConfig, form: str, tp: int) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def attention_flops(model: ModelConfig, tokens: int, documents: tuple[int, ...] 
     windows = Counter(model.chosen if window is None else window for window in model.windows)
     pairs = sum(count * count_pairs(window, tokens, documents) for window, count in windows.items())
     heads, dim, _ = (0, 0, 0) if model.latent is None or model.latent.index is None else model.latent.index
-    scores = 2.0 * heads * dim * model.attending * count_pairs(None, tokens, documents)
+    scores = 2.0 * heads * dim * model.having["a"] * count_pairs(None, tokens, documents)
     return 6.0 * (model.head_dim + model.value_dim) * model.heads * pairs + scores
 
 
@@ -183,7 +183,7 @@ def recurrence_of_layers(
     if model.recurrence is None:
         return 0, LayerRecurrence(0.0, 0.0, "")
     sizes: Any = {"cp": parallel.cp, "tp": parallel.tp, "layout": parallel.layout, "batch": parallel.rows}
-    return model.recurring, recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
+    return model.having["r"], recur(model.recurrence, machine, tokens, dtype=parallel.software.dtype, **sizes)
 
 
 def _causal(window: int | None, documents: tuple[int, ...] = ()) -> Pattern:

@@ -111,41 +111,32 @@ class ModelConfig:
             )
         if {*self.kinds} <= {"am"}:
             object.__setattr__(self, "kinds", ("am",) * self.layers)
-        if len(self.kinds) != self.layers or not {*self.kinds} <= KINDS or (self.recurring and self.recurrence is None):
+        if (
+            len(self.kinds) != self.layers
+            or not {*self.kinds} <= KINDS
+            or (self.having["r"] and self.recurrence is None)
+        ):
             raise InvalidInput(
                 f"model {self.name}: kinds must name what each of {self.layers} layers has, one of "
                 f"{', '.join(sorted(KINDS))} (with recurrence= for r); got {len(self.kinds)}"
             )
         if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.attending)
-        if len(self.windows) != self.attending:
+            object.__setattr__(self, "windows", (None,) * self.having["a"])
+        if len(self.windows) != self.having["a"]:
             raise InvalidInput(
-                f"model {self.name}: windows must be {self.attending} numbers or None, one a layer that attends; "
+                f"model {self.name}: windows must be {self.having['a']} numbers or None, one a layer that attends; "
                 f"got {len(self.windows)}"
             )
 
-    def having(self, part: str) -> int:
-        """The number of layers that have a part: attention "a", a recurrence "r" or an MLP "m"; "ar": one of these."""
-        return self._having[part]
-
     @cached_property
-    def _having(self) -> dict[str, int]:
-        return {part: sum(any(one in kind for one in part) for kind in self.kinds) for part in ("a", "r", "m", "ar")}
-
-    @property
-    def attending(self) -> int:
-        """The number of layers that attend."""
-        return self.having("a")
-
-    @property
-    def recurring(self) -> int:
-        """The number of layers with a recurrence."""
-        return self.having("r")
+    def having(self) -> dict[str, int]:
+        """The number of layers that have attention "a", a recurrence "r", one of these "ar", or an MLP "m"."""
+        return {part: sum(any(one in kind for one in part) for kind in self.kinds) for part in ("a", "r", "ar", "m")}
 
     @property
     def expert_layers(self) -> int:
         """The number of layers whose MLP has experts, or that have an MLP, if none has."""
-        return self.having("m") - self.dense
+        return self.having["m"] - self.dense
 
     def work(self, tokens: int) -> list[float]:
         """FLOPs of each layer in a forward for the last of `tokens` tokens."""
@@ -189,7 +180,7 @@ class ModelConfig:
 
     def layered(self, count: Callable[[int, int, int, int], float]) -> float:
         """The sum over all matrices of layers of a number made of the four of `matrices`."""
-        layers = {"a": self.attending, "r": self.recurring, "m": self.expert_layers, "d": self.dense}
+        layers = {"a": self.having["a"], "r": self.having["r"], "m": self.expert_layers, "d": self.dense}
         return sum(n * sum(count(*one) for one in self.matrices(part)) for part, n in layers.items())
 
     def adapters(self, rank: int) -> float:
@@ -214,8 +205,8 @@ class ModelConfig:
     @cached_property
     def mixers(self) -> int:
         """The number of parameters, over all layers, in attention and in recurrent layers."""
-        own = 0 if self.recurrence is None else self.recurring * self.recurrence.own
-        return own + self.attending * self._size("a") + self.recurring * self._size("r")
+        own = 0 if self.recurrence is None else self.having["r"] * self.recurrence.own
+        return own + self.having["a"] * self._size("a") + self.having["r"] * self._size("r")
 
     def _size(self, part: str) -> int:
         """The parameters of the matrices of a part of one layer, which a token uses, see `matrices`."""
@@ -231,15 +222,11 @@ class ModelConfig:
         """The number of parameters of one layer's experts; the mean over layers."""
         return self.expert_layers / self.layers * self.experts * self.expert
 
-    @property
-    def dense_layer(self) -> int:
-        """The number of parameters of an MLP without experts in a model that has experts in other layers."""
-        return self.hidden * self.dense_mlp * (3 if self.gated else 2)
-
     @cached_property
     def mlps(self) -> int:
         """The number of parameters of all experts and MLPs."""
-        return self.expert_layers * self.experts * self.expert + self.dense * self.dense_layer
+        plain = self.dense * self.hidden * self.dense_mlp * (3 if self.gated else 2)
+        return self.expert_layers * self.experts * self.expert + plain
 
     @property
     def table(self) -> int:

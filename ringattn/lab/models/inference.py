@@ -21,8 +21,8 @@ FP8 = 1
 #: Bytes of the score and the position of a key that a rank proposes.
 CANDIDATE = 8
 #: Kernels of a layer in a decode by CUDA graphs, and the seconds that each takes to start, and to fill and drain the
-#: queue of the memory. Spector et al., "Look Ma, No Bubbles" (2025): the 2.47e9 bytes of Llama-1B, with a hundred kernels
-#: in 16 layers, are read at 50 % of H100's 3.35e12 bytes/s instead of 80 %: 0.56 ms more; 1.3 us are the start.
+#: queue of the memory. Spector et al., "Look Ma, No Bubbles" (2025): the 2.47e9 bytes of Llama-1B, with a hundred
+#: kernels in 16 layers, are read at 50 % of H100's 3.35e12 bytes/s instead of 80 %: 0.56 ms more; 1.3 us are the start.
 KERNELS, KERNEL_START = 7, 5e-6
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
@@ -126,7 +126,7 @@ def decode(
             "keys and values": _attend(costs, kept),
             "states": 2 * memory["states"] / memory_bandwidth(machine),
             **costs.products(model.layers),
-            "absorbing": model.attending * costs.expand(batch),
+            "absorbing": model.having["a"] * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
             "ep": model.expert_layers * costs.dispatch,
@@ -172,10 +172,10 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     one = model.recurrence
     state = 0 if one is None else one.heads * one.keys * one.values * STATE_ITEM
     # A head of keys and values that several ranks hold is stored on each of them.
-    copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.attending
+    copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.having["a"]
     elsewhere = model.layers * model.routed * (1 - 1 / costs.parallel.ep) * (model.mlp_item or costs.item)
     return {
-        "states": rows * model.recurring * state // tp,
+        "states": rows * model.having["r"] * state // tp,
         "weights": ceil(
             (model.stored_bytes(costs.item) - elsewhere) / tp + (model.attention_item or costs.item) * copied
         ),

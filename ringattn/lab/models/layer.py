@@ -206,7 +206,7 @@ class LayerCosts:
 
     def _share(self, part: str) -> float:
         """The share of layers with a part, see `ModelConfig.having`."""
-        return self.model.having(part) / self.model.layers
+        return self.model.having[part] / self.model.layers
 
     @property
     def _halves(self) -> float:

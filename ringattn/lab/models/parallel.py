@@ -14,7 +14,6 @@ from .config import ModelConfig
 from .packing import Lognormal, draw
 
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
-#: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
 #: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "offload": its input,
 #: in the memory of the host. "host": as are gradients and the optimizer's states, and the MLP computes one tile of rows
 #: after another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value
@@ -173,9 +172,7 @@ class Parallel:
                 f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
-        self._check_rates(machine)
-        if model.latent is not None and self.checkpointing == "heads":
-            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
+        self._check_checkpoints(model, machine)
         if self.documents and (given := sum(self.lengths(tokens))) != tokens:
             raise InvalidInput(
                 f"documents: their {given:,} tokens do not fill a sequence of {tokens:,}; give the rest as one more "
@@ -208,8 +205,10 @@ class Parallel:
                 f"{self.count}; try batch={self.pp}"
             )
 
-    def _check_rates(self, machine: Machine) -> None:
-        """Raise InvalidInput where the machine lacks a rate."""
+    def _check_checkpoints(self, model: ModelConfig, machine: Machine) -> None:
+        """Raise InvalidInput where the machine lacks a rate, or the model has no heads to take one by one."""
+        if model.latent is not None and self.checkpointing == "heads":
+            raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
         if self.software.fp8 and machine.matmul_fp8 is None:
             raise InvalidInput(
                 f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "

@@ -171,7 +171,7 @@ def training_step(
     layers = [(count, one.queued(costs.seconds, costs.backward, costs.again)) for count, one in layers]
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
-    states = 0.0 if one is None else 3.0 * sequences * tokens * model.recurring * one.flops(summary=False)
+    states = 0.0 if one is None else 3.0 * sequences * tokens * model.having["r"] * one.flops(summary=False)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
@@ -282,7 +282,7 @@ def _parts(
         "gradients": copied * whole / memory,
         "optimiser": (ADAM_TRAFFIC * costs.held("optimizer") + CAST * software.fp8 * costs.trained * whole) / memory,
         "tp": 2 * model.layers * costs.exchanges,
-        "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having("m") * costs.dispatch,
+        "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having["m"] * costs.dispatch,
         "host": 0.0,
     }
     mixers = _mixers(model, layers, recurrent)
@@ -301,7 +301,7 @@ def _mixers(
     count, one = recurrent
     both = sum("ar" in kind for kind in model.kinds)  # if any, all that attend
     found = [(n, x.forward + one.forward * (both > 0), x.backward + one.backward * (both > 0)) for n, x in layers]
-    return [*found, (count - both, one.forward, one.backward), (model.layers - model.having("ar"), 0.0, 0.0)]
+    return [*found, (count - both, one.forward, one.backward), (model.layers - model.having["ar"], 0.0, 0.0)]
 
 
 def _copies(costs: LayerCosts, mixers: list[Mixer], rate: float) -> float:

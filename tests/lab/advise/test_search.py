@@ -153,7 +153,7 @@ def test_an_answer_says_what_helps_and_how_to_launch_it() -> None:
     offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
     small = load_model("llama3_8b")
     full = advise(Question(small, (offer,), 3 << 20, 8))
-    assert full.best[0].parallel.on_host and full.launched is not None
+    assert full.best[0].parallel.trains_on_host and full.launched is not None
     assert full.launched.fits is False and full.launch == "" and record(full)["launch"] == ""
     assert "which does not fit: train with ringattn.train" in full.launched_words
     assert f"Kernel: with fa3, a step takes {duration(full.best[0].step.seconds)}; " in " ".join(full.changes)

@@ -87,12 +87,17 @@ def test_a_switch_adds_what_ranks_have() -> None:
 def test_kernels_of_a_decode_start_one_by_one() -> None:
     h100 = ra.get_machine("h100_nvlink_ib")
     one = decode(MODEL, h100, 2048, Parallel())
-    assert one.parts["starts"] == pytest.approx(2 * 7 * 5e-6) and decode(MODEL, MACHINE, 64, Parallel()).parts["starts"] == 0
+    assert (
+        one.parts["starts"] == pytest.approx(2 * 7 * 5e-6)
+        and decode(MODEL, MACHINE, 64, Parallel()).parts["starts"] == 0
+    )
 
 
 def test_published_prefills_and_decodes() -> None:
-    """70B and 405B on one NVLink domain of 32 (NVIDIA, "Low Latency Inference Chapter 2", 2024); 70B and 8B in 8 bits on
-    H100 (NVIDIA, NIM for LLMs, benchmarking, version 1.8); 8 sequences of 8B and 70B on H200 (vLLM, build 9515)."""
+    """70B and 405B on one NVLink domain of 32 (NVIDIA, "Low Latency Inference Chapter 2", 2024); 70B and 8B in 8 bits
+
+    on H100 (NVIDIA, NIM for LLMs, benchmarking, version 1.8); 8 sequences of 8B and 70B on H200 (vLLM, build 9515).
+    """
     h100, h200 = map(ra.get_machine, ("h100_nvlink_ib", "h200_nvlink_ib"))
     domain, eight = replace(h100, ranks_per_node=32), Software(fp8=True)
     prefills = [

@@ -81,7 +81,7 @@ def test_the_busiest_stage_has_the_layers_of_its_place(name: str, pp: int, atten
         outside = model.hidden + model.table * (2 if count == "parameters" else 1)
         alone, whole = ([getattr(one, count) - outside for one in each] for each in (parts, [model]))
         assert sum(alone) == whole[0]
-    assert sum(len(one.windows) for one in parts) == model.attending and stage.layers == -(-model.layers // pp)
+    assert sum(len(one.windows) for one in parts) == model.having["a"] and stage.layers == -(-model.layers // pp)
 
 
 def test_a_layer_with_both_takes_the_time_of_both() -> None:

@@ -226,7 +226,9 @@ def test_experts_in_parallel() -> None:
     one, four, eight = (step(model=experts, dp=8, ep=ep) for ep in (1, 4, 8))
     rows = TOKENS * 2 * 256 * 2  # bytes of the rows of two experts for each token
     # Read and written to sort them by rank and back and, where a rank has several experts, by expert.
-    assert [four.parts["norms"] - each.parts["norms"] for each in (one, eight)] == pytest.approx([6 * 4 * rows / 1e12] * 2)
+    assert [four.parts["norms"] - each.parts["norms"] for each in (one, eight)] == pytest.approx(
+        [6 * 4 * rows / 1e12] * 2
+    )
     near, far = 1e-6 + rows * 3 / 4 / 1e9, 1e-5 + rows * 4 / 8 / 1e8
     # There and back in the forward, when it is computed again, and in the backward; of 2 layers.
     assert [each.parts["ep"] for each in (one, four, eight)] == pytest.approx([0.0, 12 * near, 12 * far])
