@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..models.parallel import Parallel
 from .engines import ENGINES, command, starts
 from .search import LARGE, Offer, Question, divisors
 
+#: A factor on the sequences, and on their tokens, that is tried for the chosen spread.
+MORE = 4
 #: Times that differ by less than this fraction are equal: fewer bytes win.
 EQUAL = 0.01
 
@@ -67,24 +69,46 @@ class Serving:
                 f"takes {duration(one.seconds)}, {one.seconds / question.within:.3g} times the limit, on "
                 f"{plural(count, 'GPU')} with {one.parallel.name} [modelled]."
             )
-        one, costs = self.best[gpus], self.costs(gpus)
+        one, costs = self.best[gpus], self.describe_costs(gpus)
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
             f"{self.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
             f"{f', {costs} for 1e6 tokens' if costs else ''} [modelled]."
         )
 
-    def cost(self, gpus: int) -> float:
-        """The price of 1e6 tokens on this number of GPUs; the GPU hours if the offer has no price."""
-        price = self.offer.price
-        return 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR * (1.0 if price is None else price)
+    @property
+    def changes(self) -> list[str]:
+        """What the chosen spread would take with 8 bits, more sequences or longer ones, a sentence each."""
+        if self.chosen is None:
+            return []
+        question, one, machine = self.question, self.best[self.chosen].parallel, self.offer.machine
+        software, users, tokens = one.software, MORE * one.rows, MORE * question.tokens
+        asked = {
+            "fp8=true": (question.tokens, replace(one, software=replace(software, fp8=True))),
+            "fp8_cache=true": (question.tokens, replace(one, software=replace(software, fp8_cache=True))),
+            f"{users * one.dp:,} sequences": (question.tokens, replace(one, rows=users)),
+            f"{tokens:,} tokens": (tokens, one),
+        }
+        if software.fp8 or machine.matmul_fp8 is None:
+            del asked["fp8=true"]
+        if software.fp8_cache:
+            del asked["fp8_cache=true"]
+        phase, lines = prefill if question.phase == "prefill" else decode, list[str]()
+        for name, (length, parallel) in asked.items():
+            found = phase(question.model, machine, length, parallel)
+            fits = "" if found.fits is not False else f", but a GPU needs {found.lacks}"
+            lines.append(f"With {name} it takes {duration(found.seconds)} and {size(found.bytes)}{fits}.")
+        return lines
 
-    def costs(self, gpus: int) -> str:
-        """Cost and energy of 1e6 tokens, as text; "" where the machine has neither."""
-        offer, watts = self.offer, self.offer.machine.watts
-        hours = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR
-        found = [] if offer.price is None else [f"{digits(self.cost(gpus))} {CURRENCY}"]
-        return " and ".join([*found, *([] if watts is None else [f"{digits(hours * watts / 1000)} kWh"])])
+    def costs(self, gpus: int) -> dict[str, float]:
+        """Price and energy of 1e6 tokens on this number of GPUs by unit, as far as the machine has them."""
+        hours, watts = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR, self.offer.machine.watts
+        rates = {CURRENCY: self.offer.price, "kWh": None if watts is None else watts / 1000}
+        return {unit: hours * rate for unit, rate in rates.items() if rate is not None}
+
+    def describe_costs(self, gpus: int) -> str:
+        """The same as text."""
+        return " and ".join(f"{digits(value)} {unit}" for unit, value in self.costs(gpus).items())
 
     def describe_miss(self, gpus: int) -> str:
         """How much memory is lacking on this number of GPUs, and what takes most of it, in words."""
@@ -120,7 +144,7 @@ class Serving:
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
                 line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
-                rows.append((*line, self.costs(gpus).replace(" and ", ", ")))
+                rows.append((*line, self.describe_costs(gpus)))
             elif one := self.misses.get(gpus):
                 rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
@@ -139,6 +163,7 @@ class Serving:
             },
             "verdict": self.verdict,
             "chosen": self.chosen,
+            "changes": self.changes,
             "best": {
                 str(gpus): {
                     **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp", "ep")},
