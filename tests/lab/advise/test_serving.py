@@ -16,7 +16,7 @@ import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.lab.advise.engines import ENGINES, command, starts
 from ringattn.lab.advise.search import Offer, Question
-from ringattn.lab.advise.serving import Serving, serve
+from ringattn.lab.advise.serving import CHUNKS, Serving, serve
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel, Software
@@ -169,7 +169,7 @@ def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
     fastest = serving.plain[8]
     assert fastest.parallel == Parallel(tp=8, schedule="auto") and fastest.seconds > serving.best[16].seconds
     for (words, line), engine in zip(serving.launches, ENGINES, strict=True):
-        assert words.startswith(f"{engine.name}: tp=8 in {duration(fastest.seconds)} [modelled]. It splits prompts ")
+        assert words.startswith(f"{engine.name}: tp=8: {duration(fastest.seconds)} [modelled]. It splits prompts ")
         assert line in serving.record["launch"] and " --tensor-parallel-size 8 " in line
     assert answer(within=1e-9).launches == []
     two = answer(batch=16, gpus=16, machine=ra.get_machine("h100_nvlink_ib"))
@@ -183,6 +183,17 @@ def test_experts_of_a_decode_are_shared_by_ranks_with_their_own_sequences() -> N
     best = serving.best[8].parallel
     assert (best.dp, best.ep) == (8, 8) and all("--data-parallel-size 8" in x for x in serving.launches[0][1:])
     assert serving.best[8].parts["ep"] > 0 and serving.record["best"]["8"]["ep"] == 8
+
+
+def test_prompts_that_do_not_fit_come_in_chunks() -> None:
+    """On one GPU the activations of a whole prompt are too many, those of a chunk are not; keys and values stay."""
+    prompt: dict[str, Any] = {"phase": "prefill", "tokens": 1 << 18, "gpus": 1}
+    whole, machine = answer(**prompt).best[1], MACHINE.changed(memory=1e9)
+    serving = answer(machine=machine, **prompt)
+    chunked = prefill(MODEL, machine, 1 << 18, serving.best[1].parallel, chunk=(1 << 18) // CHUNKS)
+    assert whole.bytes - whole.memory["reserved"] > 1e9 and serving.best[1] == chunked
+    assert chunked.memory["keys and values"] == whole.memory["keys and values"]
+    assert "one GPU in 32 chunks" in serving.verdict and "chunks" not in answer(**prompt).verdict
 
 
 def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
