@@ -85,19 +85,19 @@ class Serving:
             return []
         question, one, machine = self.question, self.best[self.chosen].parallel, self.offer.machine
         software, users, tokens = one.software, MORE * one.rows, MORE * question.tokens
-        asked = {
-            "fp8=true": (question.tokens, replace(one, software=replace(software, fp8=True))),
-            "fp8_cache=true": (question.tokens, replace(one, software=replace(software, fp8_cache=True))),
-            f"{users * one.dp:,} sequences": (question.tokens, replace(one, rows=users)),
-            f"{tokens:,} tokens": (tokens, one),
-        }
-        if software.fp8 or machine.matmul_fp8 is None:
-            del asked["fp8=true"]
-        if software.fp8_cache:
-            del asked["fp8_cache=true"]
+        asked = {f"{users * one.dp:,} sequences": replace(one, rows=users), f"{tokens:,} tokens": one}
+        if not software.fp8_cache:
+            asked["fp8_cache=true"] = replace(one, software=replace(software, fp8_cache=True))
+        if not software.fp8 and machine.matmul_fp8 is not None:
+            asked["fp8=true"] = replace(one, software=replace(software, fp8=True))
         lines = list[str]()
-        for name, (length, parallel) in asked.items():
-            found = estimate(replace(question, tokens=length), machine, parallel)
+        for name, parallel in asked.items():
+            longer = replace(question, tokens=tokens) if parallel is one else question
+            try:
+                found = estimate(longer, machine, parallel)
+            except RingAttentionError as error:
+                lines.append(f"With {name} there is no answer: {error}")
+                continue
             fits = "" if found.fits is not False else f", but a GPU needs {found.lacks}"
             lines.append(f"With {name} it takes {duration(found.seconds)} and {size(found.bytes)}{fits}.")
         return lines

@@ -20,7 +20,7 @@ from ringattn.lab.advise.serving import CHUNKS, Serving, serve
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel, Software
-from ringattn.text import digits, duration
+from ringattn.text import digits, duration, size
 
 MODEL = ModelConfig("tiny", 2, 256, 8, 4, 32, 512, 1024)
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=4)
@@ -208,3 +208,20 @@ def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
         if phase is decode:
             assert narrow.parts["keys and values"] == pytest.approx(wide.parts["keys and values"] / 2)
             assert narrow.parts["mlp"] == wide.parts["mlp"]
+
+
+def test_changes_are_those_of_the_chosen_spread() -> None:
+    """Each is an estimate of its own, and one that does not fit says by how much."""
+    serving = answer(batch=4, tokens=1 << 20, gpus=2)
+    chosen = serving.best[serving.chosen or 0].parallel
+    more, longer, *bits = serving.changes
+    assert chosen.rows * chosen.dp == 4
+    wide = decode(MODEL, MACHINE, 1 << 20, replace(chosen, rows=4 * chosen.rows))
+    assert more == f"With 16 sequences it takes {duration(wide.seconds)} and {size(wide.bytes)}."
+    far = decode(MODEL, MACHINE, 1 << 22, chosen)
+    assert longer == f"With 4,194,304 tokens it takes {duration(far.seconds)} and {size(far.bytes)}."
+    assert [line.split()[1] for line in bits] == ["fp8_cache=true", "fp8=true"]
+    tight = answer(batch=4, tokens=1 << 20, gpus=1, machine=MACHINE.changed(memory=1.1 * serving.best[1].bytes))
+    assert ", but a GPU needs " in tight.changes[0] and "more than the" in tight.changes[0]
+    known = answer(software=Software(fp8=True, fp8_cache=True), gpus=1)
+    assert len(known.changes) == 2 and answer(within=1e-9).changes == []
