@@ -13,6 +13,7 @@ from rich.console import Console
 from ...cli.config.groups import refuse_stdout
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
+from ...machine.presets import CURRENCY
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
 from ..advise.advice import Advice, advise, explain, record, tabulate
@@ -61,7 +62,7 @@ def _serve(config: AdviseConfig) -> None:
                 refused.append(f"{offer.name}: {error}")
     if not servings:
         raise InvalidInput("; ".join(refused))
-    able = [(one.cost(one.chosen), one) for one in servings if one.chosen is not None]
+    able = [(one.costs(one.chosen).get(CURRENCY, 0.0), one) for one in servings if one.chosen is not None]
     first = min(able, key=lambda one: one[0], default=(0.0, servings[0]))[1]
     if config.output.path is not None:
         others = [one.record for one in servings if one is not first]
@@ -84,6 +85,8 @@ def _print_serving(serving: Serving) -> None:
     """Print the verdict, the best candidate for each number of GPUs, what does not fit, and what was not measured."""
     question, machine = serving.question, serving.offer.machine
     print_paragraph(serving.verdict)
+    for line in serving.changes:
+        print_paragraph(f"- {line}")
     waits = "first token" if question.phase == "prefill" else "next token"
     header = ["GPUs", "candidate", f"{waits} [modelled]", "rate", "longest part", "memory of a GPU", "1e6 tokens"]
     print_grid("", header, serving.rows)
