@@ -60,7 +60,7 @@ def find_smallest(figure: Path) -> float:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_pages_and_figures_can_be_read(inside: Inside, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_site(ROOT / "benchmarks", tmp_path / "benchmarks")
