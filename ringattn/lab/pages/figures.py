@@ -94,7 +94,7 @@ def draw_lines(
     """
     axes = axes or figure.subplots()
     for i, (name, points) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
         style["linestyle"] = DASHES[i % len(DASHES)] if joined else ""
         size = 1 - i / len(series)
         style |= {"linewidth": 1 + 2.5 * size, "markersize": 3 + 4 * size if joined else 3}
