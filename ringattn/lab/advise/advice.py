@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from math import log
+from textwrap import wrap
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
@@ -225,6 +226,11 @@ class Advice:
             return ""
         best = self.best[0]
         return torchtitan.command(self.question.model, best.offer.machine, self.question.tokens, best.parallel)
+
+    @property
+    def launch_lines(self) -> str:
+        """The command in lines that a terminal of 80 columns shows, to be copied."""
+        return " \\\n  ".join(wrap(self.launch, 70, break_long_words=False, break_on_hyphens=False))
 
     @property
     def not_fitting(self) -> list[str]:

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from textwrap import wrap
 
 from rich.console import Console
 
@@ -118,5 +117,4 @@ def _print(advice: Advice) -> None:
     print_paragraph(advice.counts)
     print_paragraph(f"note: {advice.launched_words}")
     if advice.launch:
-        lines = wrap(f"launch: {advice.launch}", 75, break_long_words=False, break_on_hyphens=False)
-        print_plain(" \\\n  ".join(lines))  # to be copied
+        print_plain(f"launch: {advice.launch_lines}")
