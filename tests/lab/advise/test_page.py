@@ -56,7 +56,7 @@ def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None
     fits, shown = advice["launched"]["fits"], page.replace(" \\\n  ", " ")  # in lines to be copied
     assert fits == (f"<pre>{advice['launch']}</pre>" in shown) == advice["launch"].startswith("torchrun --nnodes 1 ")
     assert fits != ("which does not fit: train with ringattn.train" in page)
-    assert "USD" in page and "USD" in advice["verdict"]
+    assert "USD" in page and "USD" in advice["verdict"] and "989 TFLOP/s" in page and "e+14" not in page
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     if BROWSER is None:
         pytest.skip("no Chromium on this machine")
