@@ -291,6 +291,9 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
     assert f"documents {patterns['documents_16']['dense / forward x 0.0625']}," in measured
     assert f"window of 256 {patterns['window_256']['dense / forward x 0.03076']}." in measured
 
+    packed, page = schedules["packed"]["contiguous / balanced"], (ROOT / "docs/packed_documents.md").read_text()
+    assert f"[measured](measured.md#messages) {packed} times as fast" in page and f"take {packed} times" in measured
+
     def beside(name: str, mask: str, way: str) -> str:
         return peers[f"{mask}_{way}"].get(f"{name} / ringattn", "-")
 

@@ -60,7 +60,7 @@ def find_smallest(figure: Path) -> float:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_pages_and_figures_can_be_read(inside: Inside, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_site(ROOT / "benchmarks", tmp_path / "benchmarks")
@@ -82,6 +82,8 @@ def test_pages_and_figures_can_be_read(inside: Inside, tmp_path: Path) -> None:
     # Of README, on a package index or a forge, which shrink figures to the width of a phone less its margins.
     faults["README"] = [path.name for path in figures.STORED if find_smallest(path) * (WIDTHS[0] - 32) < SMALLEST]
     assert len(pages) > 20 and seen["words"] > 100
+    assert {"fastest and cheapest" in pages[page] for page in ("advice.html", "prices.html")} == {True, False}
+    assert ">ranks=64</text>" in pages["crossover/report.html"], "24 lines are in four panels"
     assert not {name: wrong for name, wrong in faults.items() if wrong}
 
 

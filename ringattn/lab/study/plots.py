@@ -79,14 +79,13 @@ def _draw_curves(
     names = list(dict.fromkeys(name for series in lines.values() for name in series))
     high = -(-len(panels) // PANELS)
     figure.set_size_inches(4.8, 0.4 + 2.8 * high + 0.16 * sum(wrap(name).count("\n") + 1 for name in names))
-    all_axes = figure.subplots(high, min(PANELS, len(panels)), sharex=True, sharey=True, squeeze=False).ravel()
+    all_axes = figure.subplots(high, min(PANELS, len(panels)), sharey=True, squeeze=False).ravel()
     for axes in all_axes[len(panels) :]:
         axes.remove()
     for axes, (part, series) in zip(all_axes, lines.items(), strict=False):
         points = {name: [(row[x], value(row)) for row in series.get(name, ())] for name in names}
         draw_lines(figure, points, x, "", log=log, axes=axes)
         axes.set(**more)
-        axes.label_outer()
         axes.set_title(wrap(part, 30), fontsize=SMALL)
         if axes.get_yscale() == "log":
             use_log_y(axes, "{:g}".format)

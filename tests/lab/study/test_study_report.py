@@ -18,7 +18,7 @@ from ringattn.errors import NumericsFailure
 from ringattn.lab.study import plots, report, runner
 from ringattn.lab.study.evaluation import plan_execution
 from ringattn.lab.study.runner import run
-from ringattn.lab.study.tables import show_number
+from ringattn.lab.study.tables import Table, show_number
 
 
 def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
@@ -99,6 +99,16 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
         assert seconds == min(both.values()) and name == " = ".join(x for x in both if both[x] == seconds)
     run(study(tmp_path / "b", axes, study=options, slow={1: 2.0}))
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_series_that_are_equally_fast_share_a_cell() -> None:
+    times = {"contiguous": 1.0, "zigzag": 1.0, "striped": 2.0}
+    rows = tuple(
+        {"status": "ok", "ranks": 2, "tokens": 4, "layout": layout, "forward time": seconds}
+        for layout, seconds in times.items()
+    )
+    table = Table((), rows, ("ranks", "tokens", "layout"), (), ())
+    assert plots.find_fastest(table, "ranks", "tokens") == {(2, 4): ("contiguous = zigzag", 1.0)}
 
 
 def test_reports_escape_labels_and_end_long_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
