@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import convert
 
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import TORCHTITAN, Parallel, Software
 from ..models.training import training_step
 from .errors import Errors, ErrorStatistics
+from .predictions import NOTES
 
 #: The group of all steps.
 ALL = "all"
 #: The preset of each GPU.
 MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
-#: By the first word of a source's name: its attention kernel and its software, from its own text and code. No number
-#: is fitted to rows.
-SOURCES: dict[str, tuple[str, Software]] = {
-    "torchtitan": ("/fa2", TORCHTITAN),
-    "Trainy": ("/cudnn", TORCHTITAN),
-    # tensor_parallel.py: q, k, v, gate and up each gather their input, and logits are gathered; all states in bf16.
-    "KempnerForge": ("/fa2", Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False)),
-    "NeMo": ("/cudnn", replace(TORCHTITAN, hides_exchanges=True)),
-    # submit_benchmarks.py: attn_impl=triton; PyTorch of 2023, not compiled.
-    "llm-foundry": ("/triton_2022", replace(TORCHTITAN, compiled=False, stops_early=False)),
-}
+#: By the first word of a source's name: its attention kernel, and what its software does unlike torchtitan.
+SOURCES: dict[str, dict[str, Any]] = NOTES["steps"]
 
 
 def step_errors() -> tuple[dict[str, Errors], dict[str, dict[str, list[float]]]]:
@@ -67,8 +61,9 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         gated=row["gated"] == "True",
         tied=row["model"].startswith("mpt"),
     )
-    name = next((name for name in SOURCES if row["source"].startswith(name)), "")
-    library, software = SOURCES.get(name, ("", TORCHTITAN))
+    name = next(name for name in SOURCES if row["source"].startswith(name))
+    told = {**SOURCES[name]}
+    library, software = told.pop("library"), convert(asdict(TORCHTITAN) | told, Software)
     software = replace(
         software,
         fp8=row["precision"] == "fp8",
@@ -89,7 +84,7 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         software=software,
     )
     limited = name == "torchtitan" and row["gpu"] == "h100"
-    machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
+    machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + f"/{library}")
     node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
     ring = sizes["tp"] if sizes["tp"] > 1 else min(sizes["dp"], node)
     if node == 4 and ring > 1:  # HGX boards of 4 join each pair of GPUs by a third of their links
