@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from datetime import date
 from hashlib import sha256
@@ -12,7 +11,7 @@ from typing import Any
 from msgspec import ValidationError, convert
 
 from ...errors import InvalidInput
-from ...files import read_text
+from .predictions import read_table
 
 #: The digest of the last forecast of each day, by its number. A digest covers the row and all rows before it.
 CLOSED = {21: "146faadc9a39d7bd", 41: "9c9b131c00fa4f51"}
@@ -49,8 +48,7 @@ class Outcome:
 
 def read_forecasts(folder: Path) -> list[tuple[Forecast, Outcome | None]]:
     """The rows of forecasts.csv, each with that of outcomes.csv. Raises InvalidInput if a forecast was changed."""
-    path, last = folder / "forecasts.csv", ""
-    forecasts = _read(path, Forecast)
+    path, last, forecasts = folder / "forecasts.csv", "", _read(folder, "forecasts.csv", Forecast)
     for number, one in enumerate(forecasts, 1):
         numbers = (f"{value:.6g}" for value in (one.predicted, one.low, one.high))
         texts = (last, str(one.number), one.settings, *numbers, one.date.isoformat(), one.commit)
@@ -59,16 +57,15 @@ def read_forecasts(folder: Path) -> list[tuple[Forecast, Outcome | None]]:
             raise InvalidInput(f"{path}: forecast {number} was changed after it was written; restore the file")
     if len(forecasts) != max(CLOSED):
         raise InvalidInput(f"{path}: has {len(forecasts)} forecasts, {max(CLOSED)} were written; restore the file")
-    outcomes = {one.number: one for one in _read(folder / "outcomes.csv", Outcome)}
+    outcomes = {one.number: one for one in _read(folder, "outcomes.csv", Outcome)}
     if unknown := outcomes.keys() - range(1, len(forecasts) + 1):
         raise InvalidInput(f"{folder}/outcomes.csv: no forecast has number {min(unknown)}; use those of {path.name}")
     return [(one, outcomes.get(one.number)) for one in forecasts]
 
 
-def _read(path: Path, kind: Any) -> list[Any]:
-    lines = read_text(path, "forecasts").splitlines()
-    rows = [{name: value or None for name, value in row.items()} for row in csv.DictReader(lines)]
+def _read(folder: Path, name: str, kind: Any) -> list[Any]:
+    rows = [{name: value or None for name, value in row.items()} for row in read_table(name, folder)]
     try:
         return convert(rows, list[kind], strict=False)
     except ValidationError as error:
-        raise InvalidInput(f"{path}: {error}; correct the file") from None
+        raise InvalidInput(f"{folder / name}: {error}; correct the file") from None

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import convert
 
 from ...call.planner import make_plan
-from ...files import load
+from ...files import load, read_text
 from ...machine.machine import Machine
 from ...machine.presets import PRESETS
 from ...pattern import Causal, Documents, Full, Pattern
@@ -97,10 +97,14 @@ class Measurement:
         return tuple(make_plan(pattern, **sizes) for pattern in patterns)
 
 
+def read_table(name: str, folder: Path = Path(__file__).parent) -> list[dict[str, str]]:
+    """The rows of a CSV file, beside this module or in a folder. Raises InvalidInput if it cannot be read."""
+    return list(csv.DictReader(read_text(folder / name, name).splitlines()))
+
+
 def read_measurements() -> list[Measurement]:
     """All rows of measurements.csv except those of `LEFT_OUT`, in order."""
-    with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
-        rows = convert(list(csv.DictReader(file)), list[Measurement], strict=False)
+    rows = convert(read_table("measurements.csv"), list[Measurement], strict=False)
     return [row for row in rows if row.id not in LEFT_OUT]
 
 

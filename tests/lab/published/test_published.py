@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +22,7 @@ from ringattn.lab.published.predictions import (
     PredictedRow,
     predict_measurements,
     read_measurements,
+    read_table,
 )
 from ringattn.lab.published.steps import step_errors
 from ringattn.machine.bands import (
@@ -151,11 +150,6 @@ def test_presets_print_the_bands_of_the_published_rows(predictions: list[Predict
     assert ra.simulate(plan, preset.changed(price=1.0)).notes and not ra.simulate(plan, preset.changed(gamma=0.1)).notes
 
 
-def _read_steps() -> list[dict[str, str]]:
-    with (Path(steps.__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_steps_of_training_are_as_far_as_the_model_says() -> None:
     errors, ratios = step_errors()
     *groups, everything = errors.values()
@@ -164,16 +158,17 @@ def test_steps_of_training_are_as_far_as_the_model_says() -> None:
     assert {kind: band_of_sources(x) for kind, x in ratios.items()} == {"seconds": STEPS, "reserved": MEMORY}
     assert sum(held for held, _ in count_left_out(ratios["seconds"]).values()) >= 0.85 * speed.rows
     assert {one["library"] for one in steps.SOURCES.values()} == {*STEPS_LIBRARIES}
-    presets = {steps.MACHINES[row["gpu"]] for row in _read_steps()}
+    presets = {f"{row['gpu']}_nvlink_ib" for row in read_table("steps.csv")}
     assert presets | {"h100_500w_ib"} == {*STEPS_PRESETS}
-    assert max(int(row["seq"]) for row in _read_steps()) == STEPS_TOKENS
+    assert max(int(row["seq"]) for row in read_table("steps.csv")) == STEPS_TOKENS
+    assert all(one["tokens/s"].median < one["null"].median for one in errors.values())
     assert speed.median <= 0.1 and speed.p90 <= 0.25 and abs(speed.bias) <= 0.05
     assert everything["reserved"].median <= 0.2
 
 
 def test_no_step_that_fitted_needs_more_than_its_peak() -> None:
-    rows = [row for row in _read_steps() if row["peak_GiB"]]
+    rows = [row for row in read_table("steps.csv") if row["peak_GiB"]]
     assert len(rows) == 22
     for row in rows:
-        _, needed, reserved = steps._predict(row)
-        assert needed <= float(row["peak_GiB"]) * 2**30 and needed < reserved, row["run"]
+        told = steps.predict(row)
+        assert told["needed"] <= float(row["peak_GiB"]) and told["needed"] < told["reserved"], row["run"]
