@@ -115,7 +115,7 @@ def deepspeed_bytes(folder: Path, row: dict[str, str]) -> float:
     released: dict[str, Any] = {}
     exec(compile(ast.Module([found], []), str(path), "exec"), released)
     estimate: Callable[..., tuple[int, int, int]] = released[name]
-    shape = {size: int(row[size]) for size in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
+    shape: dict[str, Any] = {size: int(row[size]) for size in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
     model = ModelConfig(name="x", **shape, head_dim=shape["hidden"] // shape["heads"], gated=True, tied=False)
     gpus, node = int(row["dp"]) * int(row["cp"]), int(row["gpus_per_node"])
     nodes = {"num_gpus_per_node": min(gpus, node), "num_nodes": max(gpus // node, 1)}

@@ -85,14 +85,14 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
     return {"count": len(losses), "mean": fmean(losses), "median": middle, "null": fmean(blind)}
 
 
-def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
+def preset_bands(predictions: Iterable[PredictedRow]) -> dict[tuple[str, str], tuple[ErrorBand | None, ...]]:
     """By preset with its kernels and size class, the range of measured / predicted seconds of 90 % of the passes.
 
     The predictions are by presets as they are, beside which the bands are printed. None where there are no passes.
     """
-    groups: defaultdict[str, list[list[PredictedRow]]] = defaultdict(lambda: [[] for _ in SIZES])
+    groups: defaultdict[tuple[str, str], list[list[PredictedRow]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
-        groups[f"{one.row.machine}/{one.row.kernel}"][size_class(one.row.shard)].append(one)
+        groups[one.row.machine, one.row.kernel][size_class(one.row.shard)].append(one)
     return {name: tuple(map(_band_of, parts)) for name, parts in groups.items()}
 
 

@@ -32,7 +32,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Publication:
     """What a source published for a forecast and when, None where that is not known here, and when it was read."""
 
     number: int
@@ -46,18 +46,18 @@ class Outcome:
         return min(self.published or self.read, self.read) <= forecast.date
 
 
-def read_forecasts(folder: Path) -> list[tuple[Forecast, Outcome | None]]:
+def read_forecasts(folder: Path) -> list[tuple[Forecast, Publication | None]]:
     """The rows of forecasts.csv, each with that of outcomes.csv. Raises InvalidInput if a forecast was changed."""
     path, last, forecasts = folder / "forecasts.csv", "", _read(folder, "forecasts.csv", Forecast)
     for number, one in enumerate(forecasts, 1):
-        numbers = (f"{value:.6g}" for value in (one.predicted, one.low, one.high))
+        numbers = (f"{value:.12g}" for value in (one.predicted, one.low, one.high))
         texts = (last, str(one.number), one.settings, *numbers, one.date.isoformat(), one.commit)
         last = sha256("\n".join(texts).encode()).hexdigest()[:16]
         if (one.number, one.digest, CLOSED.get(number, last)) != (number, last, last):
             raise InvalidInput(f"{path}: forecast {number} was changed after it was written; restore the file")
     if len(forecasts) != max(CLOSED):
         raise InvalidInput(f"{path}: has {len(forecasts)} forecasts, {max(CLOSED)} were written; restore the file")
-    outcomes = {one.number: one for one in _read(folder, "outcomes.csv", Outcome)}
+    outcomes = {one.number: one for one in _read(folder, "outcomes.csv", Publication)}
     if unknown := outcomes.keys() - range(1, len(forecasts) + 1):
         raise InvalidInput(f"{folder}/outcomes.csv: no forecast has number {min(unknown)}; use those of {path.name}")
     return [(one, outcomes.get(one.number)) for one in forecasts]

@@ -109,8 +109,9 @@ def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, 
 
 def describe_errors(phase: str, estimate: ModelEstimate) -> str:
     """How far such predictions were from published measurements."""
-    is_step = isinstance(estimate, StepEstimate)
-    return describe_steps(estimate.outside) if is_step else f"a {phase} has no published measurement here"
+    if isinstance(estimate, StepEstimate):
+        return describe_steps(estimate.outside)
+    return f"a {phase} has no published measurement here"
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:

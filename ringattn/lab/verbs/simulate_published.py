@@ -42,9 +42,9 @@ def main(config: SimulateConfig) -> None:
         f"{choices['null']:.1%}"
     )
     print_paragraph("set by publications: " + "; ".join(_tuned_numbers()))
-    for spec in BANDS:
+    for preset, library in BANDS:
         for size in SIZES:
-            print_paragraph(describe_band(*spec.split("/"), size))
+            print_paragraph(describe_band(preset, library, size))
     for family, source in SOURCES.items():
         print_paragraph(f"{family}: {source}")
     for one in NOTES["left_out"]:
@@ -65,7 +65,7 @@ def main(config: SimulateConfig) -> None:
             "families": families,
             "steps of training": steps,
             "choices": choices,
-            "bands": preset_bands(predictions),
+            "bands": {"/".join(spec): bands for spec, bands in preset_bands(predictions).items()},
             "predictions": [asdict(one) for one in predictions],
         }
         write_json(config.output.path, to_builtins(record))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringattn.errors import InvalidInput
-from ringattn.lab.published.forecasts import CLOSED, Outcome, read_forecasts
+from ringattn.lab.published.forecasts import CLOSED, Publication, read_forecasts
 from ringattn.lab.verbs.simulate_published import print_forecasts
 
 STORED = Path(__file__).parents[3] / "benchmarks"
@@ -93,4 +93,4 @@ def test_wrong_outcomes_are_one_line(outcome: str, words: str, tmp_path: Path) -
 def test_a_folder_without_forecasts_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_forecasts(tmp_path)
     assert "not scored" in capsys.readouterr().out
-    assert Outcome(1, None, "x", None, date(2026, 1, 1)).published is None
+    assert Publication(1, None, "x", None, date(2026, 1, 1)).published is None

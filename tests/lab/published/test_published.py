@@ -131,10 +131,10 @@ def test_presets_print_the_bands_of_the_published_rows(predictions: list[Predict
     """The bands of the machines all of whose rows are in the subset; they hold the numbers beside which they stand."""
     bands = preset_bands(predictions)
     assert set(bands) == set(BANDS)
-    whole = ("h800_nvlink_ib/fa2", "a100_pcie/fa2", "h100_nvlink_ib/triton")
+    whole = (("h800_nvlink_ib", "fa2"), ("a100_pcie", "fa2"), ("h100_nvlink_ib", "triton"))
     assert all(bands[name] == BANDS[name] for name in whole)
-    for name, index in (("h800_nvlink_ib/fa2", 1), ("a100_pcie/fa2", 0), ("a100_pcie/fa2", 2)):
-        band, rows = BANDS[name][index], [one for one in predictions if name.startswith(f"{one.row.machine}/")]
+    for name, index in (("h800_nvlink_ib", 1), ("a100_pcie", 0), ("a100_pcie", 2)):
+        band, rows = BANDS[name, "fa2"][index], [one for one in predictions if one.row.machine == name]
         ratios = [one.row.seconds / one.preset for one in rows if size_class(one.row.shard) == index]
         assert band is not None and band.rows == len(ratios) == band.seen
         assert 0.9 * len(ratios) <= sum(band.low <= ratio <= band.high for ratio in ratios)
