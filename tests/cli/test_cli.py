@@ -234,7 +234,7 @@ def test_published_measurements_tell_how_far_they_are(
     captured = capsys.readouterr()
     assert "ringattn: measurements: 3 of 4" in captured.err
     words = " ".join(captured.out.split())
-    assert "of 41 forecasts, not scored, as their source was public: 1, 2, 3, 4, 5, 6, 7" in words
+    assert "of 41 forecasts, not scored, as their source was public or read: 1, 2, 3, 4, 5, 6, 7" in words
     written = json.loads((tmp_path / "errors.json").read_text())
     assert len(written["predictions"]) == 4 and written["families"]["magi-h100"]["unseen"]["rows"] == 4
 

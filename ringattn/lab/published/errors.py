@@ -34,7 +34,7 @@ class ErrorStatistics:
         return cls(len(errors), float(median), float(p90), fmean(errors))
 
     def __str__(self) -> str:
-        return f"{self.median:.1%} / {self.p90:.1%} / {self.bias:+.1%}"
+        return f"{100 * self.median:.1f} / {100 * self.p90:.1f} / {self.bias:+.1%}"
 
 
 #: The group of all rows whose families set no number of a preset: only they are scored.

@@ -77,7 +77,7 @@ def print_forecasts(folder: Path) -> None:
         return print_paragraph(f"forecasts are not scored: there is no {folder}/forecasts.csv here, as in a clone")
     forecasts = read_forecasts(folder)
     late = [str(one.number) for one, outcome in forecasts if outcome and outcome.knew(one)]
-    print_paragraph(f"of {len(forecasts)} forecasts, not scored, as their source was public: {', '.join(late)}")
+    print_paragraph(f"of {len(forecasts)} forecasts, not scored, as their source was public or read: {', '.join(late)}")
     held = []
     for one, outcome in forecasts:
         if outcome and outcome.measured and not outcome.knew(one):

@@ -71,7 +71,7 @@ def test_outcomes_are_scored_by_their_dates(tmp_path: Path, capsys: pytest.Captu
     )
     print_forecasts(_copy(tmp_path, _stored_rows(), outcomes))
     told = " ".join(capsys.readouterr().out.split())
-    assert "not scored, as their source was public: 1, 2 " in told
+    assert "not scored, as their source was public or read: 1, 2 " in told
     assert "published 15000, -15.6% (a report, 2026-12-02)" in told and "(an undated page, undated)" in told
     assert "forecasts with an outcome: 2, within their bands: 1" in told and "forecast 1," not in told
 
