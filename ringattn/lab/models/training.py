@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ...errors import InvalidInput
-from ...machine.bands import STEPS_LIBRARIES, STEPS_PRESETS, STEPS_TOKENS, step_band
+from ...machine.bands import STEPS_LIBRARIES, STEPS_MACHINES, STEPS_TOKENS, step_band
 from ...machine.machine import Machine
 from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
 from ...text import duration
@@ -188,7 +188,7 @@ def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
         "LoRA": parallel.software.lora is not None,
         "packed documents": bool(parallel.documents),
         f"{tokens:,} tokens": tokens > STEPS_TOKENS,
-        f"GPUs of {machine.preset or 'this machine'}": machine.preset not in STEPS_PRESETS,
+        f"GPUs of {machine.preset or 'this machine'}": machine.preset not in STEPS_MACHINES,
         f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
     }
     return tuple(words for words, is_so in found.items() if is_so)

@@ -31,7 +31,7 @@ from ringattn.machine.bands import (
     SIZES,
     STEPS,
     STEPS_LIBRARIES,
-    STEPS_PRESETS,
+    STEPS_MACHINES,
     STEPS_TOKENS,
     describe_band,
     size_class,
@@ -161,7 +161,7 @@ def test_steps_of_training_are_as_far_as_the_model_says() -> None:
     assert sum(held for held, _ in count_left_out(ratios["seconds"]).values()) >= 0.85 * speed.rows
     assert {one["library"] for one in steps.SOURCES.values()} == {*STEPS_LIBRARIES}
     presets = {f"{row['gpu']}_nvlink_ib" for row in read_table("steps.csv")}
-    assert presets | {"h100_500w_ib"} == {*STEPS_PRESETS}
+    assert presets | {"h100_500w_ib"} == {*STEPS_MACHINES}
     assert max(int(row["seq"]) for row in read_table("steps.csv")) == STEPS_TOKENS
     assert all(one["tokens/s"].median < one["null"].median for one in errors.values())
     assert speed.median <= 0.1 and speed.p90 <= 0.25 and abs(speed.bias) <= 0.05
