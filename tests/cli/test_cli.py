@@ -224,11 +224,19 @@ def test_a_long_table_ends_with_where_the_rest_is(capsys: pytest.CaptureFixture[
 
 
 def test_published_measurements_tell_how_far_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulate_published, "read_measurements", lambda: read_measurements()[:3])
-    simulate_published.main(SimulateConfig(mode="published"))
-    assert "ringattn: measurements: 2 of 3" in capsys.readouterr().err
+    alike = [row for row in read_measurements() if row.family == "magi-h100"][:4]
+    monkeypatch.setattr(simulate_published, "read_measurements", lambda: alike)
+    config = SimulateConfig(mode="published")
+    config.output.path = str(tmp_path / "errors.json")
+    simulate_published.main(config)
+    captured = capsys.readouterr()
+    assert "ringattn: measurements: 3 of 4" in captured.err
+    words = " ".join(captured.out.split())
+    assert "of 41 forecasts, not scored, as their source was public or read: 1, 2, 3, 4, 5, 6, 7" in words
+    written = json.loads((tmp_path / "errors.json").read_text())
+    assert len(written["predictions"]) == 4 and written["families"]["magi-h100"]["unseen"]["rows"] == 4
 
 
 def test_doctor(inside: Inside, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
         "LoRA": parallel.software.lora is not None,
         "packed documents": bool(parallel.documents),
         f"{tokens:,} tokens": tokens > STEPS_TOKENS,
-        f"GPUs of {machine.preset}": bool(machine.preset) and machine.preset not in STEPS_MACHINES,
+        f"GPUs of {machine.preset or 'this machine'}": machine.preset not in STEPS_MACHINES,
         f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
     }
     return tuple(words for words, is_so in found.items() if is_so)

@@ -72,7 +72,7 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
         **{f"time: {name}": value for name, value in estimate.parts.items()},
     }
     named = {f"{config.phase} {name}": value for name, value in values.items()}
-    notes = [NOT_MODELLED, *describe_errors(config, estimate)]
+    notes = [NOT_MODELLED, describe_errors(config.phase, estimate)]
     return {"status": "ok", "values": named, "not modelled": notes}
 
 

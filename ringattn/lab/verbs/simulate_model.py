@@ -12,7 +12,7 @@ from ...cli.config.schema import SimulateConfig, parse_size
 from ...cli.simulate import machine_record
 from ...files import STDOUT, check_json, write_json
 from ...inference import MERGES, WINDOWS
-from ...machine.bands import MEMORY, describe_band, describe_steps
+from ...machine.bands import MEMORY, describe_steps
 from ...machine.presets import CURRENCY
 from ...simulator.progress import listening
 from ...simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
@@ -103,19 +103,15 @@ def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, 
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    for note in describe_errors(config, estimate):
-        print_paragraph(f"note: {note}")
+    print_paragraph(f"note: {describe_errors(config.phase, estimate)}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 
-def describe_errors(config: SimulateConfig, estimate: ModelEstimate) -> list[str]:
-    """How far such predictions were from published measurements, one sentence for each part of the prediction."""
+def describe_errors(phase: str, estimate: ModelEstimate) -> str:
+    """How far such predictions were from published measurements."""
     if isinstance(estimate, StepEstimate):
-        return [describe_steps(estimate.outside)]
-    parallel = estimate.parallel
-    tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)
-    band = describe_band(estimate.machine.preset, tokens) if config.phase == "prefill" else ""
-    return [*([f"attention on {band}"] if band else []), f"a {config.phase} has no published measurement here"]
+        return describe_steps(estimate.outside)
+    return f"a {phase} has no published measurement here"
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:
