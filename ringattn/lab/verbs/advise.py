@@ -55,7 +55,7 @@ def _serve(config: AdviseConfig) -> None:
     """
     offers = make_offers(config)
     question = ServingQuestion(
-        load_model(config.model.path or str(config.model.spec)),
+        load_model(config.model),
         offers[0],
         config.phase,
         parse_size(config.tokens, "tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from ...cli.config.defaults import settings_of
 from ...cli.config.groups import (
     PHASES,
     ConfigGroup,
+    LayoutGroup,
     MachineGroup,
-    ModelGroup,
     OutputGroup,
+    ScheduleGroup,
     Size,
     TransportGroup,
     check_choice,
     refuse,
 )
-from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import make_folder
 from ...machine.machine import MACHINE_NUMBERS
@@ -32,25 +34,31 @@ class AdviseOutputGroup(OutputGroup):
     page: str | None
 
 
-@settings_of("advise")
-class AdviseConfig:
-    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+@dataclass
+class ModelSettings:
+    """The settings shared by `estimate` and `advise`."""
 
-    model: ModelGroup
+    model: str
     machine: MachineGroup
-    output: AdviseOutputGroup
     tokens: Size
-    gpus: int
-    prices: Any
-    batch: int | None
-    by: str
-    dtype: str
     phase: str
-    within: float | None
+    dtype: str
     fp8: Any
     lora: int | None
     documents: Any
     tp_overlap: bool
+
+
+@settings_of("advise")
+class AdviseConfig(ModelSettings):
+    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+
+    output: AdviseOutputGroup
+    gpus: int
+    prices: Any
+    batch: int | None
+    by: str
+    within: float | None
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in this `phase`."""
@@ -59,6 +67,97 @@ class AdviseConfig:
             refuse(self, "within", "with phase=training, only with phase=prefill or phase=decode")
         else:
             refuse(self, "by output.page lora documents", f"with phase={self.phase}, only with phase=training")
+
+
+@settings_of("estimate")
+class EstimateConfig(ModelSettings):
+    """The settings of `ringattn estimate`; conf/estimate.yaml explains each."""
+
+    layout: LayoutGroup
+    schedule: ScheduleGroup
+    output: OutputGroup
+    batch: int
+    cp: int
+    dp: int
+    tp: int
+    ep: int
+    pp: int
+    micro_batches: int | None
+    interleaved: int
+    checkpointing: str
+    sharding: str
+    chunk: Size | None
+    merge: str
+    windows: str
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect in this `phase`."""
+        check_choice("phase", self.phase, PHASES)
+        if self.phase != "training":
+            training = "checkpointing sharding ep pp micro_batches interleaved lora documents"
+            refuse(self, training, f"with phase={self.phase}")
+        if self.phase != "prefill":
+            refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
+        if self.phase != "decode":
+            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
+
+    def length(self) -> int:
+        """The number of tokens of each sequence. Raises InvalidInput."""
+        return parse_size(self.tokens, "tokens")
+
+
+@settings_of("study", "execute")
+class ExecuteGroup:
+    """The settings of a study for executing its plans with the numerics simulator, in fp64.
+
+    `budget` limits the execution time in seconds; with None, no plan is executed. The time is estimated from fixed
+    rates, so that every machine executes the same plans.
+    """
+
+    budget: float | None
+    rows: int
+    heads: int
+    head_dim: int
+    seed: int
+
+
+@settings_of("study")
+class StudyConfig:
+    """The settings of `ringattn study`, which simulates many points; conf/study.yaml explains each.
+
+    `axes` gives values for keys of the verb `of`, and `fixed` one value for each of others, as on the command line. The
+    points are all combinations of one value per axis, each combined with every set of settings in `together`.
+    `extrapolate` is a number of tokens (a Size) to extrapolate to, or None.
+    """
+
+    of: str
+    name: str
+    axes: dict[str, list[Any]]
+    fixed: dict[str, Any]
+    together: list[Any]
+    plots: list[str] | None
+    x: str | None
+    y: str | None
+    execute: ExecuteGroup
+    extrapolate: Any
+    output: OutputGroup
+
+    def check(self) -> None:
+        """Raise InvalidInput for a study without axes, or a setting that has no effect with the verb `of`."""
+        check_choice("of", self.of, ("simulate", "estimate"))
+        if not self.axes and not self.together:
+            raise InvalidInput(
+                "study: no key has several values; write them with commas, such as ranks=8,64,512, or give a NAME"
+            )
+        if self.of == "estimate":
+            refuse(self, "execute extrapolate", "with of=estimate, whose points are no plans")
+
+
+@settings_of("score")
+class ScoreConfig:
+    """The settings of `ringattn score`; conf/score.yaml explains them."""
+
+    output: OutputGroup
 
 
 @settings_of("audit", "output")
@@ -73,7 +172,7 @@ class AuditConfig:
     """The settings of `ringattn audit`; conf/audit.yaml explains each."""
 
     target: str
-    model: ModelGroup
+    model: str | None
     ranks: int | None
     features: list[str] | None
     patience: float
@@ -81,11 +180,9 @@ class AuditConfig:
     output: AuditOutputGroup
 
     def check(self) -> None:
-        """Raise InvalidInput for a patience that is no time, a file of a model, or a folder that cannot be written."""
+        """Raise InvalidInput for a patience that is no time, or a folder that cannot be written."""
         if not 0 < self.patience < inf:
             raise InvalidInput(f"patience={self.patience}: must be a number of seconds > 0")
-        if self.model.path is not None:
-            raise InvalidInput(f"model.path={self.model.path}: try model=module:function, which makes the model")
         if self.output.scripts is not None:
             make_folder(Path(self.output.scripts))
 
@@ -148,7 +245,7 @@ class CalibrateConfig:
             refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
 
 
-def read_software(config: AdviseConfig | SimulateConfig) -> Software:
+def read_software(config: ModelSettings) -> Software:
     """How a framework runs a layer, by the keys dtype, fp8, lora and tp_overlap. Raises InvalidInput."""
     check_choice("fp8", str(config.fp8).lower(), ("false", "true", "blocks"))
     lora = config.lora if config.phase == "training" else None
@@ -156,7 +253,7 @@ def read_software(config: AdviseConfig | SimulateConfig) -> Software:
     return Software(config.dtype, fp8, fp8_blocks=blocks, lora=lora, hides_exchanges=config.tp_overlap)
 
 
-def read_documents(config: AdviseConfig | SimulateConfig) -> tuple[int, ...]:
+def read_documents(config: ModelSettings) -> tuple[int, ...]:
     """The tokens of each document that is packed in a sequence. Raises InvalidInput."""
     given = [] if config.documents is None else config.documents
     if not isinstance(given, list):

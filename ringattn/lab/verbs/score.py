@@ -1,4 +1,4 @@
-"""ringattn simulate mode=published: published GPU measurements, predicted by presets made without them."""
+"""ringattn score: published GPU measurements, predicted by presets made without them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
-from ...cli.config.schema import SimulateConfig
 from ...files import make_folder, write_json, writing
 from ...machine.bands import BANDS, SIZES, describe_band
 from ...machine.presets import PRESETS
@@ -27,14 +26,15 @@ from ..published.errors import (
 )
 from ..published.predictions import LEFT_OUT, SOURCES, PredictedRow, predict_measurements, read_measurements
 from ..published.steps import step_errors
+from .settings import ScoreConfig
 
 
-def main(config: SimulateConfig) -> None:
+def main(config: ScoreConfig) -> None:
     """Compare predictions with published measurements; print their errors by publication.
 
     Writes predictions.csv, summary.json and a scatter plot to a folder.
     """
-    refuse_stdout("output.path", config.output.path, "mode=published writes several files; try output.path=errors")
+    refuse_stdout("output.path", config.output.path, "several files are written; try output.path=errors")
     if config.output.path is not None:
         check_matplotlib("leave output.path out")
         make_folder(Path(config.output.path))
