@@ -24,7 +24,7 @@ from command_line import Inside, ringattn
 from imported import import_file
 from safetensors.torch import save_file
 
-from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.overrides import as_study, prepare
 from ringattn.cli.main import VERBS
 from ringattn.lab.bench.case import get_summary
 from ringattn.lab.bench.report import read_report
@@ -100,7 +100,8 @@ def test_commands_parse(page: Path) -> None:
             assert (ROOT / words[0]).is_file()
             words = ["ringattn", "run", *words[1:]] if words[0] == "scripts/run" else []
         if len(words) > 1 and words[0] == "ringattn" and not words[1].startswith(("-", "<")):
-            prepare(words[1], [word for word in words[2:] if "=" in word])
+            overrides = as_study("study", words[2:]) if words[1] == "study" else words[2:]
+            prepare(words[1], [word for word in overrides if "=" in word])
 
 
 #: Runs a program as an installation does that `build_editable` made: by the .pth file of its wheel.
@@ -157,7 +158,7 @@ def test_another_hydra_application_has_our_groups_if_it_asks(way: str, tmp_path:
 
 #: Takes seconds of one core at most; all others run where RINGATTN_EVERY_COMMAND is set, which takes an hour.
 QUICK = re.compile(
-    r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate (model|ranks=256|study=stragglers|mode=\S+$))"
+    r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate ranks=256|estimate|study stragglers|verify$)"
 )
 #: What the samples read; `calibrate` writes machine.yaml for those after it.
 STORED = {"outputs/bench/standard_1.jsonl": "standard", "old.jsonl": "standard", "new.jsonl": "standard"}
@@ -187,7 +188,7 @@ def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory, in
         launch += [str(ROOT / "examples/long_context/train.py"), *words]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(launch, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    elif program == "ringattn" and words[0] in ("plan", "simulate", "doctor"):
+    elif program == "ringattn" and words[0] in ("plan", "simulate", "verify", "estimate", "study", "doctor"):
         done = inside(*words, cwd=folder)
     else:
         verb = ("run", "layout=zigzag") if program == "scripts/run" else ()

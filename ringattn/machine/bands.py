@@ -1,6 +1,6 @@
 """Error bands: how far published measurements are from the model: passes of presets, steps of training, and memory.
 
-`ringattn simulate experiment=published` computes the bands; tests compare them.
+`ringattn score` computes the bands; tests compare them.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
         except InvalidInput as error:
             newest[path.parent.name, "any"] = "", str(error), path
             continue
-        if study.counts is not None:  # it is None in those of mode=published
+        if study.counts is not None:  # it is None in those of ringattn score
             said = f"{plural(study.counts.ok, 'point')} with numbers, {study.counts.refused} refused"
             run = study.date or "", said, path
             newest[study.study, "any"] = max(run, newest.get((study.study, "any"), run))

@@ -83,7 +83,7 @@ def test_prices_that_are_none_are_refused(prices: object, words: str) -> None:
 def test_a_machine_that_cannot_serve_is_named_beside_those_that_can(capsys: pytest.CaptureFixture[str]) -> None:
     """An A100 has no products in 8 bits."""
     config = AdviseConfig(tokens="4k", gpus=8, batch=4, phase="decode", prices={"h100": 2.5, "a100": 1.2}, fp8="true")
-    config.model.spec = "gpt_oss_120b"
+    config.model = "gpt_oss_120b"
     main(config)
     said = " ".join(capsys.readouterr().out.split())
     assert "refused: a100_nvlink_ib: " in said and "decode of gpt_oss_120b" in said and "cheapest" not in said

@@ -13,12 +13,12 @@ from studies import files, read, study, text_of
 
 import ringattn as ra
 from ringattn import Unsupported
-from ringattn.cli.config.groups import ExecuteGroup
 from ringattn.errors import NumericsFailure
 from ringattn.lab.study import plots, report, runner
 from ringattn.lab.study.evaluation import plan_execution
 from ringattn.lab.study.runner import run
 from ringattn.lab.study.tables import Table, show_number
+from ringattn.lab.verbs.settings import ExecuteGroup
 
 
 def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_the_billion_tokens_quickly(inside: Inside, tmp_path: Path) -> None:
     """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
     pytest.importorskip("matplotlib")
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
-    axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
-    options = ("study.execute.budget=1", f"study.together={sizes}", "output.path=out")
-    done = inside("simulate", "experiment=billion_tokens", *options, *axes)
+    axes = ["axes.pattern=[full, 'Causal() & Window(255)']", "axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
+    options = ("execute.budget=1", f"together={sizes}", "output.path=out")
+    done = inside("study", "billion_tokens", *options, *axes)
     rows = read(tmp_path / "out" / "sweep.csv")
     assert len(rows) == 12
     assert {"complete"} == {row["executed ledger"] for row in rows if row["executed how"]}

@@ -1,4 +1,4 @@
-"""ringattn simulate mode=published: published GPU measurements, predicted by presets made without them."""
+"""ringattn score: published GPU measurements, predicted by presets made without them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import to_builtins
 from rich.console import Console
 
-from ...cli.config.schema import SimulateConfig
 from ...files import check_json, write_json
 from ...machine.bands import BANDS, SIZES, describe_band
 from ...machine.presets import PRESETS, TUNING
@@ -17,9 +16,10 @@ from ..published.errors import Errors, band_of_sources, count_left_out, errors_b
 from ..published.forecasts import read_forecasts
 from ..published.predictions import NOTES, SOURCES, predict_measurements, read_measurements
 from ..published.steps import step_errors
+from .settings import ScoreConfig
 
 
-def main(config: SimulateConfig) -> None:
+def main(config: ScoreConfig) -> None:
     """Compare predictions with published measurements; print their errors by publication.
 
     Also writes them to `output.path` as JSON, if set.
