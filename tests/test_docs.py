@@ -255,6 +255,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paragraphs_and_code_are_short(page: Path) -> None:
     text = page.read_text()
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "of a merge"
     if page.name != "CHANGELOG.md":  # its entries are lists
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         items = [item for part in re.split(r"\n\s*\n", prose) for item in re.split(r"\n(?=- |\d+\. )", part)]
