@@ -1,10 +1,16 @@
 """Other libraries as targets of `ringattn audit`: in this folder, `ringattn audit audit_peers:torch_ring`.
 
-Each function needs the library that its first line names. docs/audit.md has what was found.
+Each function needs the library that its first line names. docs/audit.md has what was found: the table that
+`python audit_peers.py FOLDER` prints, which keeps the record of each library in the folder.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,3 +248,31 @@ for of_zigzag in (torch_balanced, accelerate, transformer_engine):
     of_zigzag.layout = "zigzag"  # type: ignore[attr-defined]
 for of_16_bits in (ring_flash_attn, transformer_engine):  # their kernels take no others
     of_16_bits.dtype = "bfloat16"  # type: ignore[attr-defined]
+
+#: Libraries in the table of docs/audit.md: by function, the distribution.
+TABLE = {
+    "ringattn": "ringattn", "ring_flash_attn": "ring-flash-attn", "ring_attention_pytorch": "ring-attention-pytorch",
+    "torch_ring": "torch", "torch_balanced": "torch", "yunchang": "yunchang", "deepspeed_ulysses": "deepspeed",
+    "torchtitan": "torchtitan",
+}  # fmt: skip
+
+
+def write_table(folder: str) -> None:
+    """Audit each library, unless its record is in the folder, and print the table of docs/audit.md."""
+    columns = {}
+    for name, distribution in TABLE.items():
+        path, target = Path(folder, f"{name}.json"), name if name == "ringattn" else f"audit_peers:{name}"
+        if not path.exists():
+            subprocess.run(["ringattn", "audit", target, "ranks=2", f"output.path={path}"], check=False)  # 1: wrong
+        features = json.loads(path.read_text())["features"]
+        columns[f"{name} {version(distribution)}"] = {one["feature"]: one["verdict"] for one in features}
+    print("| feature |", *(f"{head} |" for head in columns))
+    print("|---|", *("---|" for _ in columns), sep="")
+    for feature in columns[next(iter(columns))]:
+        cells = [column.get(feature, {"verdict": "not tried"}) for column in columns.values()]
+        told = (f"wrong ({one['tensor']})" if one["verdict"] == "wrong" else one["verdict"] for one in cells)
+        print(f"| {feature} |", *(f"{one} |" for one in told))
+
+
+if __name__ == "__main__":
+    write_table(sys.argv[1])

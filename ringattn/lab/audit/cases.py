@@ -85,7 +85,6 @@ def list_model_cases(ranks: int) -> Iterator[Case]:
         "bfloat16": {"dtype": "bfloat16"},
         "checkpointing": {"ways": ("checkpoint",)},
         "a second call": {"ways": ("again",)},
-        "same bits": {"tokens": 192, "heads": 4, "ways": ("bits",), "calls": 1},  # 192: for 1 to 4 ranks
         "ranks that differ": {"ways": ("differ",)},
     }
     for feature, changes in features.items():

@@ -202,6 +202,13 @@ def test_hangs_and_crashes_end_a_feature_and_not_the_audit() -> None:
 
 
 @pytest.mark.multi
+def test_a_crash_leaves_no_message_for_the_next_feature() -> None:
+    features = ["dense", "window", "batch of 3"]
+    found = [*audit("faulty_rings:leaving", 2, choose_cases(2, features), 5.0)]
+    assert [one.verdict.verdict for one in found] == ["exact", "crash", "exact"], found
+
+
+@pytest.mark.multi
 def test_a_rank_that_is_stopped_or_imports_does_not_hang() -> None:
     """On a busy machine all of 14 features were said to hang. A rank that is never heard again is too slow to tell."""
     features = ["dense", "causal", "window", "batch of 3"]
