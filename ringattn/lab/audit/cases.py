@@ -41,7 +41,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "all of these at once": {"batch": 2, "heads": 4, "ways": ("offered",), **causal(**together)},
         "large logits": {"ways": ("large",), "calls": 3},
         "a component that all keys share": {"ways": ("shared",)},
-        "several tiles": {"tokens": TILES * ranks, "heads": 1, "kv_heads": 1, "calls": 1},
+        "several tiles": {"tokens": TILES * ranks, "calls": 1},
         "grouped heads": {"heads": 4},
         "one key/value head": {"heads": 3, "kv_heads": 1},
         "batch of 3": {"batch": 3},

@@ -419,10 +419,9 @@ class Attempt:
             set_lock = getattr(vars(torch.hub)["tqdm"], "set_lock", None)
             if set_lock is not None:
                 set_lock(RLock())  # the default is a semaphore between processes, which would outlive this one
-            # By name, torch imports every backend there is; the partitioner of `aot_eager` imports all of Inductor.
-            from torch._dynamo.backends.debugging import aot_eager_default_partitioner
+            from torch._dynamo.backends.debugging import aot_eager  # by name, torch imports every backend there is
 
-            return torch.compile(attend, backend=aot_eager_default_partitioner)
+            return torch.compile(attend, backend=aot_eager)
         return partial(checkpoint, attend, use_reentrant=False) if "checkpoint" in self.case.ways else attend
 
     def run(self) -> Verdict:
@@ -492,9 +491,9 @@ class Attempt:
             if case.mask.get("dropout"):
                 answers = compare_dtypes(case, self.problems[number][1], self.find_dropped(case, out))
             places = {name: key_rows if name in ("dk", "dv") else rows for name in found}
-            parts = {"lse": 1.0}, torch.finfo(self.dtype).eps / torch.finfo(case.ruler).eps
-            named = ((name, x, answers[name], places[name], parts[0].get(name, parts[1])) for name, x in found.items())
-            verdict = choose([check(*one) for one in named])
+            part = torch.finfo(self.dtype).eps / torch.finfo(case.ruler).eps
+            parts = {name: 1.0 if name == "lse" else part for name in found}
+            verdict = choose([check(name, x, answers[name], places[name], parts[name]) for name, x in found.items()])
         if "cache" not in ways:
             self.known.setdefault(number, ({name: x.clone() for name, x in found.items()}, verdict))
         yield choose([*changed, verdict])

@@ -157,7 +157,7 @@ def audit(
             limit, failure = len(cases) * SLOW * patience + 600.0, None
             needed = [__name__, "torch.fx.experimental.symbolic_shapes"]
             if any("compile" in case.ways for case in cases):
-                needed += ["torch._dynamo.backends.debugging", "torch._inductor.debug"]
+                needed += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
             given = (target, cases, patience, model, partial(save, path))
             try:
                 run_local(work, ranks, *given, True, timeout=limit, threads=1, warm=needed)
@@ -279,13 +279,13 @@ class _Rank:
             if "." not in number:  # a smaller case that hangs is no case that is wrong
                 self.report(case.feature, Finding(case, case, verdicts))
             self.report(None)
-            sleep(LINGER)  # a launcher ends all ranks with the first
         except RingAttentionError as error:
             sys.stderr.write(f"ringattn: {error}\n")
         finally:
             if failure := sys.exc_info()[1]:
                 traceback.print_exception(failure)
             sys.stderr.flush()
+            sleep(LINGER)  # a launcher ends all ranks with the first
             os._exit(STUCK)
 
     def meet(self, name: str, value: bytes | str, seconds: float = inf) -> None:
