@@ -122,15 +122,9 @@ class Tested:
         scale = max(float(x.abs().max()) for x in exact[1:])
         pairs = zip(alone[1:], exact[1:], strict=True)
         allowed = max(find_tolerance(x, right, dtype, scale, TIMES)[0] for x, right in pairs), inf
-        largest, padding = (
-            float(exact[0].abs().max()),
-            ~case.is_real(torch.arange(case.tokens, device="cpu"))[..., None],
-        )
-        near = (
-            exact[0].masked_fill(padding, nan)[:, None],
-            find_tolerance(alone[0], exact[0], dtype, largest, TIMES),
-            largest,
-        )
+        padding, largest = ~case.is_real(torch.arange(case.tokens, device="cpu")), float(exact[0].abs().max())
+        least = find_tolerance(alone[0], exact[0], dtype, largest, TIMES)
+        near = exact[0].masked_fill(padding[..., None], nan)[:, None], least, largest
         verdicts = [check("logits", found[0][:, None], near, rows)]
         for name, mine, right in zip(_trained(model), found[1:], exact[1:], strict=True):
             verdicts.append(check(f"the gradient of {name}", mine, (right, allowed, scale)))
