@@ -88,7 +88,7 @@ def draw_ring(pattern: ra.Pattern, travels: ra.Pattern, ranks: int, rows: int, t
     paths, left_panel, right_panel, arrows = [], [], [], []
     for rank in range(ranks):
         y = top + rank * cell
-        left_panel.append(text(left - 12, y + 26, f"rank {rank}", anchor="end"))
+        left_panel.append(text(left - 12, y + 26, f"rank {rank}", 16, anchor="end"))
         for step, now in enumerate(steps[rank]):
             x = start + step * gap
             for visit in now.visits:
@@ -139,12 +139,12 @@ def draw_ring(pattern: ra.Pattern, travels: ra.Pattern, ranks: int, rows: int, t
     share = sum(plan.bytes_sent(rank) for rank in range(ranks)) / plan.full_ring_bytes()
     words = [
         text(left, 30, "The mask: queries x keys", 17, anchor="start"),
-        text(left, 52, f"{mask.mean():.0%} of all pairs", 14, "pale", "start"),
+        text(left, 52, f"{mask.mean():.0%} of all pairs", 16, "pale", "start"),
         text(start, 30, "The plan: blocks travel", 17, anchor="start"),
-        text(start, 52, f"{share:.0%} of a full ring's bytes", 14, "pale", "start"),
-        *(text(left + (b + 0.5) * cell, top - 8, f"K{b}", 13, "pale") for b in range(ranks)),
+        text(start, 52, f"{share:.0%} of a full ring's bytes", 16, "pale", "start"),
+        *(text(left + (b + 0.5) * cell, top - 8, f"K{b}", 16, "pale") for b in range(ranks)),
         *(
-            text(start + s * gap + cell / 2, top - 8, f"step {s}", 13, "pale")
+            text(start + s * gap + cell / 2, top - 8, f"step {s}", 16, "pale")
             for s in range(number_of_steps)
         ),
     ]
@@ -168,7 +168,7 @@ def draw_traffic() -> str:
     runs = [path.read_text().splitlines() for path in RESULTS.glob("hosts_*.jsonl")]
     lines = max(runs, key=lambda lines: json.loads(lines[0])["machine"]["date"])
     cases = {case["case"]: case for case in map(json.loads, lines[1:])}
-    left, bar, full = 214, 22, 470
+    left, bar, full = 110, 22, 250
     ratios = {
         (mask, rate): next(
             row["median"]
@@ -181,37 +181,28 @@ def draw_traffic() -> str:
     names = {"causal": "causal", "window": "causal, window of 256", "documents": "packed documents"}
     scale = full / max(ratios.values())
     body = [
-        text(
-            24,
-            32,
-            "Speed-up of a ring over an all-gather between two hosts of two ranks",
-            17,
-            "ink",
-            "start",
-        ),
-        text(
-            24,
-            54,
-            "forward on CPUs, 4,096 tokens, by the rate of the link between the hosts [measured]",
-            14,
-            "pale",
-            "start",
-        ),
+        text(24, 30, "A ring between two hosts, in times of", 17, anchor="start"),
+        text(24, 52, "an all-gather's speed", 17, anchor="start"),
+        text(24, 74, "forward on CPUs, two ranks on each host, 4,096", 14, "pale", "start"),
+        text(24, 92, "tokens, by the rate of the link [measured]", 14, "pale", "start"),
     ]
-    y = 76
+    y, one = 106, left + scale
     for mask, name in names.items():
-        body.append(text(24, y + 2.5 * bar - 6, name, anchor="start"))
+        body.append(text(24, y + 16, name, anchor="start"))
+        y += 26
         for rate in (100, 400, 1600):
             ratio = ratios[mask, rate]
             body += [
-                text(left + 66, y + 15, f"{rate:,} Mbit/s", 12, "pale", "end"),
-                box(left + 76, y, ratio * scale, bar - 4, RANK_COLORS[0]),
-                text(left + 84 + ratio * scale, y + 15, f"{ratio:#.3g}", 13, "ink", "start"),
+                text(left - 8, y + 14, f"{rate:,} Mbit/s", 13, "pale", "end"),
+                box(left, y, ratio * scale, bar - 4, RANK_COLORS[0]),
+                text(left + 8 + ratio * scale, y + 14, f"{ratio:#.3g} times", 13, anchor="start"),
             ]
             y += bar
-        y += 14
+        body.append(f'<path class="line" stroke-dasharray="3 2" d="M{one:g} {y}v-{3 * bar + 4}"/>')
+        y += 8
+    body.append(text(left, y + 8, "dashed, 1: as fast as the all-gather", 13, "pale", "start"))
     return svg(
-        left + full + 136, y + 6, "Speed-up of a ring over an all-gather between two hosts", body
+        left + full + 90, y + 20, "Speed-up of a ring over an all-gather between two hosts", body
     )
 
 
@@ -260,10 +251,10 @@ def draw_layouts() -> str:
 
 def draw_packed() -> str:
     """The same packed documents under three layouts: who holds which part, each rank's work, and what it receives."""
-    lengths, ranks, unit, left, height = (14, 24, 14, 30, 10, 36, 18, 10, 30, 54), 4, 2.2, 116, 40
+    lengths, ranks, unit, left, height = (14, 24, 14, 30, 10, 36, 18, 10, 30, 54), 4, 1.5, 104, 68
     tokens, pattern = sum(lengths), ra.Causal() & ra.Documents(lengths)
     starts, mask = [0, *accumulate(lengths)], pattern.mask(tokens)[0]
-    side = left + tokens * unit + 10 * len(lengths) + 24
+    side = left + tokens * unit + 6 * len(lengths) + 24
     body = [
         text(left, 28, "Who holds which part of ten documents", 17, anchor="start"),
         text(side, 28, "Work, rows received", 17, anchor="start"),
@@ -278,24 +269,25 @@ def draw_packed() -> str:
                 for number, (start, stop) in enumerate(pairwise(starts)):
                     first, end = max(part.start, start), min(part.stop, stop)
                     if first < end:  # a gap between documents
-                        x = left + first * unit + 10 * number
+                        x = left + first * unit + 6 * number
                         body.append(box(x, y, (end - first) * unit, height, RANK_COLORS[rank]))
             seen = mask[layout.positions(rank)].any(0)
             seen[layout.positions(rank)] = False
             width, top = 60 * plan.pairs(rank) * ranks / plan.pairs(), y + rank * height / ranks
             body += [
                 box(side, top, width, height / ranks - 1, RANK_COLORS[rank]),
-                text(side + width + 6, top + 9, str(seen.sum()), 11, "pale", "start"),
+                text(side + width + 6, top + 13, str(seen.sum()), 14, "pale", "start"),
             ]
+    bottom = 46 + 3 * (height + 22)
     for rank in range(ranks):
         x = left + rank * 90
         body += [
-            box(x, 234, 12, 12, RANK_COLORS[rank]),
-            text(x + 18, 245, f"rank {rank}", 14, "pale", "start"),
+            box(x, bottom, 12, 12, RANK_COLORS[rank]),
+            text(x + 18, bottom + 11, f"rank {rank}", 14, "pale", "start"),
         ]
     return svg(
-        int(side) + 200,
-        260,
+        int(side) + 180,
+        bottom + 26,
         "Packed documents under three layouts: which rank holds what, computes and receives how much",
         body,
     )
@@ -303,7 +295,7 @@ def draw_packed() -> str:
 
 def draw_tables() -> str:
     """A tile of query rows and the tiles of keys that its program walks through, from the table of a window."""
-    block, tokens, window, tile, cell, left, top = 8, 32, 17, 2, 14, 92, 74
+    block, tokens, window, tile, cell, unit, left, top = 8, 32, 17, 2, 17, 12, 92, 74
     rows = range(tile * block, (tile + 1) * block)
     works = [Work(range(1), range(1), range(tokens), (range(tokens),), 0, window)]
     side = Side(1, tokens, block)
@@ -314,7 +306,7 @@ def draw_tables() -> str:
     own = programs[programs[:, 1] == rows.start][0]
     _, _, first, partial, full, distance, _, _ = packed[segments:][own[4] * RECORD :][:RECORD]
     listed = packed[entries:bounds].reshape(-1, ENTRY)[first : first + partial + 1]
-    width = block * cell
+    width = block * unit
 
     def of_tile(key: int) -> float:
         return left + key // block * (width + 12)
@@ -330,7 +322,7 @@ def draw_tables() -> str:
         for i in range(block)
     ]
     body += [
-        text(left - 10, top + (i + 0.8) * cell, f"row {row}", 11, "pale", "end")
+        text(left - 10, top + (i + 0.8) * cell, f"row {row}", 13, "pale", "end")
         for i, row in enumerate(rows)
     ]
     kinds = dict.fromkeys(range(0, tokens, block), ("hidden", "no entry"))
@@ -338,13 +330,13 @@ def draw_tables() -> str:
         pairs = packed[bounds + offset :][: 2 * block].reshape(block, 2)
         kinds[int(key)] = f"partial {number + 1}", f"entry ({key}, {offset})"
         x = left + 4 * (width + 12) + 20 + 90 * number
-        body.append(text(x, top - 10, f"bounds {offset}", 12, "pale", "start"))
+        body.append(text(x, top - 10, f"bounds {offset}", 13, "pale", "start"))
         for i, (low, high) in enumerate(pairs):
             y = top + i * cell
             body.append(
-                box(of_tile(key) + low * cell, y, (high - low) * cell, cell - 1, RANK_COLORS[0])
+                box(of_tile(key) + low * unit, y, (high - low) * unit, cell - 1, RANK_COLORS[0])
             )
-            body.append(text(x, y + 0.8 * cell, f"[{low}, {high})", 11, "ink", "start"))
+            body.append(text(x, y + 0.8 * cell, f"[{low}, {high})", 13, "ink", "start"))
     for number in range(full):
         key = int(listed[partial][0]) + number * int(distance)
         kinds[key] = "full", f"entry ({key}, 0)" if number == 0 else "the same entry"
@@ -352,9 +344,9 @@ def draw_tables() -> str:
     for key, (kind, entry) in kinds.items():
         middle = of_tile(key) + width / 2
         body += [
-            text(middle, top - 10, f"keys {key} to {key + block - 1}", 12, "pale"),
+            text(middle, top - 10, f"keys {key} to {key + block - 1}", 13, "pale"),
             text(middle, top + block * cell + 20, kind, 14),
-            text(middle, top + block * cell + 38, entry, 12, "pale"),
+            text(middle, top + block * cell + 38, entry, 13, "pale"),
         ]
     walk = f"It computes {partial} partial tiles, each row within its bounds, then {plural(full, 'full tile')}."
     body.append(text(left, top + block * cell + 70, walk, 14, anchor="start"))
@@ -483,7 +475,7 @@ def draw_overlap() -> str:
 
 
 def _chart(
-    draw: Callable[[Any, str], None], title: str, size: tuple[float, float] = (7.2, 3.6)
+    draw: Callable[[Any, str], None], title: str, size: tuple[float, float] = (4.8, 4.0)
 ) -> str:
     """A chart by matplotlib, whose ink and paper follow the reader's colour scheme."""
     import matplotlib.pyplot as plt
@@ -501,7 +493,7 @@ def _chart(
             )
         },
         **{name: paper for name in ("figure.facecolor", "axes.facecolor")},
-        **{"svg.fonttype": "none", "svg.hashsalt": title, "legend.frameon": False, "font.size": 11},
+        **{"svg.fonttype": "none", "svg.hashsalt": title, "legend.frameon": False, "font.size": 9},
         **{"axes.spines.top": False, "axes.spines.right": False, "font.family": "DejaVu Sans"},
     }
     with plt.rc_context(style):
@@ -548,7 +540,7 @@ def draw_memory() -> str:
         axes.set_xticks(range(len(counts)), counts)
         axes.set_xlabel("ranks")
         axes.set_ylabel("GiB of a rank [modelled]")
-        axes.legend(labelcolor=ink)
+        axes.figure.legend(labelcolor=ink, loc="outside lower center", ncols=2)
 
     return _chart(draw, "Memory of a rank by category: a causal backward over 1M tokens")
 
@@ -576,20 +568,22 @@ def draw_crossover() -> str:
     lines = {schedule: [seconds(schedule, shard) for shard in shards] for schedule in schedules}
 
     def draw(axes: Any, ink: str) -> None:
-        for color, (schedule, line) in zip(RANK_COLORS, lines.items(), strict=False):
+        for number, (schedule, line) in enumerate(lines.items()):
             axes.plot(
                 shards,
                 [a / b for a, b in zip(line, lines["ring"], strict=True)],
                 "o-",
-                color=color,
+                color=RANK_COLORS[number],
                 label=schedule,
+                linewidth=5 - number,  # a line below another one shows beside it
+                markersize=9 - 1.5 * number,
             )
         axes.set_xscale("log", base=2)
         axes.set_xticks(shards, [f"{shard // 1024}k" for shard in shards])
         axes.set_xlabel("tokens of a rank (32 ranks, 8 in a node)")
         axes.set_ylabel("time over that of the ring [modelled]")
         axes.set_ylim(bottom=0)
-        axes.legend(labelcolor=ink)
+        axes.figure.legend(labelcolor=ink, loc="outside lower center", ncols=2)
 
     return _chart(
         draw, "Crossover of schedules: time over that of the ring, by the tokens of a rank"
@@ -631,17 +625,17 @@ def draw_chunks() -> str:
         )
         axes.set_xlabel("tokens of the chunk")
         axes.set_ylabel("GB of 8 ranks, one layer [counted]")
-        axes.legend(labelcolor=ink, fontsize=9)
+        axes.figure.legend(labelcolor=ink, loc="outside lower center")
 
     return _chart(draw, "Bytes of a chunk after a context: keys travel, or queries do")
 
 
 def draw_masks() -> Iterator[tuple[str, str]]:
-    """Name and drawing of each mask that docs/patterns.md shows, from the pattern that is written there."""
+    """Name and drawing of each mask that docs/attention.md shows, from the pattern that is written there."""
     tokens, unit = 64, 2
     side = tokens * unit
     for name, written in re.findall(
-        r"_generated/(mask_\w+)\.svg\) \| `(.*?)` \|", (FOLDER / "patterns.md").read_text()
+        r"_generated/(mask_\w+)\.svg\) \| `(.*?)` \|", (FOLDER / "attention.md").read_text()
     ):
         pattern = ra.parse_pattern(written.replace("\\|", "|"))
         path = []

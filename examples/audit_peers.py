@@ -59,6 +59,56 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **given).transpose(1, 2)
 
 
+def deepspeed_ulysses(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """DeepSpeed's Ulysses: its DistributedAttention, around PyTorch's attention; its own exchange of heads."""
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    if not deepspeed.comm.is_initialized():  # without its all-reduce for CPUs, which it would compile
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    attention: Any = DistributedAttention(_attend_rows, group, 2, 1)  # exchanges heads and rows of [B, N, H, D]
+    rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    return attention(*rows, 0, causal=causal, softmax_scale=scale).transpose(1, 2)
+
+
+def torchtitan(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int | None = None,
+    documents: tuple[int, ...] = (), scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """torchtitan's FlexAttention with all ranks' keys; on CPUs PyTorch's attention in place of the compiled kernel."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.distributed.context_parallel import apply_cp_to_forward
+    from torchtitan.models.common.attention import FlexAttention
+
+    first, tokens = dist.get_rank(group) * q.shape[2], dist.get_world_size(group) * q.shape[2]
+    number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents or (), dtype=torch.int64))
+
+    def see(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        row = row + first
+        seen = (row >= key) if causal else (row >= 0) & (key >= 0)
+        seen = seen if window is None else seen & (row - key <= window)
+        return seen & (number.to(q.device)[row] == number.to(q.device)[key]) if documents else seen
+
+    if not q.is_cuda:
+        FlexAttention._compiled_flex_attn = staticmethod(_attend_masked)
+    module: Any = FlexAttention(FlexAttention.Config())
+    apply_cp_to_forward([module], DeviceMesh.from_group(group, q.device.type))
+    masks = create_block_mask(see, None, None, q.shape[2], tokens, device=q.device.type)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return module(*rows, attention_masks=masks, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, **_: Any) -> tuple[Tensor, None]:
+    """What FlexAttention's kernel computes."""
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = block_mask.mask_mod(torch.tensor(0), torch.tensor(0), rows, keys)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True), None
+
+
 def torch_context(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, scale: float | None = None,
     dropout: float = 0.0, balanced: bool = False,
@@ -113,12 +163,54 @@ def torch_ring(
     return _Template.apply(*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), group, causal, scale)
 
 
-def accelerate(
+def torch_balanced(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """PyTorch's context parallelism with the load balancing that accelerate's `cp_size` leaves on: zigzag shards."""
+    """PyTorch's context parallelism with its load balancing, which accelerate leaves on: zigzag shards."""
     attend = torch_context if q.is_cuda else torch_ring
     return attend(q, k, v, group=group, causal=causal, scale=scale, balanced=True)
+
+
+def accelerate(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """Hugging Face's accelerate with `cp_size`, which shards parameters by FSDP2; a model of transformers.
+
+    `ringattn audit audit_peers:accelerate model=LlamaForCausalLM`; needs CUDA, as it calls `context_parallel`.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import ParallelismConfig
+
+    accelerator: Any = Accelerator(
+        parallelism_config=ParallelismConfig(cp_size=dist.get_world_size(group)),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap"),
+    )
+    model, ids = accelerator.prepare(model), batch["input_ids"]
+    places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+    with accelerator.maybe_context_parallel(buffers=[ids, places], buffer_seq_dims=[1, 1]):
+        return model(input_ids=ids, position_ids=places, use_cache=False).logits
+
+
+def ringattn_fsdp(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """This library beside FSDP2: `ringattn audit audit_peers:ringattn_fsdp model=LlamaForCausalLM`."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ringattn.integrations.transformers import parallelize, shard_batch
+
+    if not hasattr(model, "_get_fsdp_state"):  # a second call has it sharded
+        model, mesh = parallelize(model, group, layout="contiguous"), DeviceMesh.from_group(group, model.device.type)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+    return model(**shard_batch(batch, group, layout="contiguous", shift=False), use_cache=False).logits
+
+
+def convolve(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, taps: tuple[float, ...]) -> Tensor:
+    """This library's causal convolution, whose halos travel between ranks; the audit's q and k play no part."""
+    from ringattn import causal_conv1d
+
+    weight = torch.tensor(taps[::-1]).to(v).expand(v.shape[3], -1)
+    rows = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    flat = rows.flatten(0, 1).mT  # a sequence for each head
+    return causal_conv1d(flat, weight, layout="contiguous", group=group)[0].mT.reshape(rows.shape)
 
 
 def transformer_engine(
@@ -138,7 +230,15 @@ def transformer_engine(
     return out.unflatten(2, (q.shape[1], v.shape[3])).transpose(1, 2)
 
 
-for of_zigzag in (accelerate, transformer_engine):
+def _place(tokens: int, rank: int, ranks: int) -> Any:
+    """The rows of a rank in this library's contiguous layout."""
+    from ringattn import make_layout
+
+    return make_layout("contiguous", tokens=tokens, ranks=ranks).positions(rank)
+
+
+ringattn_fsdp.layout = convolve.layout = _place  # type: ignore[attr-defined]
+for of_zigzag in (torch_balanced, accelerate, transformer_engine):
     of_zigzag.layout = "zigzag"  # type: ignore[attr-defined]
 for of_16_bits in (ring_flash_attn, transformer_engine):  # their kernels take no others
     of_16_bits.dtype = "bfloat16"  # type: ignore[attr-defined]

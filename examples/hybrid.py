@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import pydoc_data.topics
-from itertools import accumulate
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from ringattn.integrations.transformers import parallelize, shard_batch
-from ringattn.train import mean_over_ranks
-
-LENGTHS = [300, 20, 500, 204]
+from ringattn.train import mean_over_ranks, pack
 
 
 def make_model() -> Qwen3NextForCausalLM:
@@ -36,23 +34,13 @@ def make_model() -> Qwen3NextForCausalLM:
     return Qwen3NextForCausalLM(config)
 
 
-def make_batch(step: int) -> torch.Tensor:
-    """A row of packed documents [1, N], equal on all ranks."""
-    topics = list(pydoc_data.topics.topics.values())
-    first = step * len(LENGTHS)
-    texts = [topics[(first + i) % len(topics)].encode().ljust(n)[:n] for i, n in enumerate(LENGTHS)]
-    return torch.tensor([list(b"".join(texts))])
-
-
 def train(layout: str, steps: int) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, the same on every rank."""
     model = parallelize(make_model(), layout=layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    borders, log = [0, *accumulate(LENGTHS)], []
-    for step in range(steps):
-        ids = make_batch(step)
-        batch = shard_batch({"input_ids": ids, "labels": ids}, layout=layout, cu_seqlens=borders)
-        loss = model(**batch).loss
+    batches, log = pack(cycle(pydoc_data.topics.topics.values()), 1024), []
+    for step, batch in enumerate(islice(batches, steps)):
+        loss = model(**shard_batch(batch, layout=layout)).loss
         loss.backward()
         for parameter in model.parameters():  # the mean over the ranks, as DDP takes it
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import pydoc_data.topics
-from itertools import accumulate
+from itertools import cycle, islice
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ringattn.integrations.transformers import parallelize, shard_batch
-from ringattn.train import mean_over_ranks
-
-LENGTHS = [300, 20, 500, 204]
+from ringattn.train import mean_over_ranks, pack
 
 
 def make_model() -> DeepseekV3ForCausalLM:
@@ -37,23 +35,14 @@ def make_model() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
-def make_batch(step: int) -> torch.Tensor:
-    """A row of packed documents [1, N], equal on all ranks."""
-    topics = list(pydoc_data.topics.topics.values())
-    first = step * len(LENGTHS)
-    texts = [topics[(first + i) % len(topics)].encode().ljust(n)[:n] for i, n in enumerate(LENGTHS)]
-    return torch.tensor([list(b"".join(texts))])
-
-
 def train(steps: int) -> list[float]:
     """The loss of each step, the same on every rank."""
     model = parallelize(make_model(), layout="zigzag")
     ddp = DistributedDataParallel(model, find_unused_parameters=True)  # a rank may send no token to an expert
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    borders, losses = [0, *accumulate(LENGTHS)], []
-    for step in range(steps):
-        ids = make_batch(step)
-        loss = ddp(**shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", cu_seqlens=borders)).loss
+    batches, losses = pack(cycle(pydoc_data.topics.topics.values()), 1024), []
+    for step, batch in enumerate(islice(batches, steps)):
+        loss = ddp(**shard_batch(batch, layout="zigzag")).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

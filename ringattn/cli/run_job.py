@@ -32,7 +32,7 @@ from ..simulator.reporting.console import Number, describe_sizes, print_choice, 
 from ..simulator.reporting.trace import write_trace
 from ..text import duration, plural, rate, size
 from ..transport.launcher import progress_stream
-from ..transport.trace import Span, Trace
+from ..transport.trace import Span, Trace, end_on_arrival
 from .config.build import plan_from_config
 from .config.schema import RunConfig
 from .inputs import NAMES, InputSource, open_source
@@ -260,7 +260,8 @@ class Run:
     def report(self, processes: list[RankMeasurements], error: float | None) -> dict[str, Any]:
         """Print and return the measurements of all processes; write them as JSON if a path is given."""
         if self.config.trace is not None:
-            write_trace(self.config.trace, "measured", [span for process in processes for span in process.spans])
+            spans = end_on_arrival(span for process in processes for span in process.spans)
+            write_trace(self.config.trace, "measured", spans)
         record = self.record(processes, error)
         path = self.config.output.report
         if path != STDOUT:

@@ -114,10 +114,13 @@ def _calls_of(
 
 
 def _cut(group: Sequence[tuple[int, int, LeafPair]], most: int) -> Iterator[list[tuple[int, int, LeafPair]]]:
-    """Pairs of one call each, at most `most`; where it can be, neighbors on both sides, which need no copies."""
+    """Pairs of one call each, at most `most`, a leaf of queries after the other, so that few nodes wait.
+
+    Where it can be, a call has one leaf of queries and neighboring leaves of keys, which need no copies.
+    """
     part: list[tuple[int, int, LeafPair]] = []
-    for each in sorted(group, key=lambda each: (each[0] - each[1], each[0])):
-        follows = bool(part) and (each[0] - 1, each[1] - 1) == part[-1][:2]
+    for each in sorted(group, key=lambda each: each[:2]):
+        follows = bool(part) and (each[0], each[1] - 1) == part[-1][:2]
         if len(part) == most or (2 * len(part) >= most and not follows):
             yield part
             part = []
@@ -126,8 +129,9 @@ def _cut(group: Sequence[tuple[int, int, LeafPair]], most: int) -> Iterator[list
 
 
 def _place(at: Sequence[int], device: torch.device) -> slice | Tensor:
-    if tuple(at) == tuple(range(at[0], at[0] + len(at))):
-        return slice(at[0], at[0] + len(at))
+    count = 1 if len({*at}) == 1 else len(at)
+    if (*at,) == (*range(at[0], at[0] + count),) * (len(at) // count):
+        return slice(at[0], at[0] + count)
     return torch.tensor(at, device=device)
 
 
@@ -155,10 +159,11 @@ def _stack(x: Tensor, by_length: dict[int, list[range]], fill: float = 0.0) -> d
     return stacks
 
 
-def _take(stacks: Iterable[dict[int, Tensor]], length: int, at: slice | Tensor) -> Iterator[Tensor]:
-    """The leaves of a call, [pairs * B, H, length, ...], of each tensor."""
+def _take(stacks: Iterable[dict[int, Tensor]], runs: Sequence[range], at: slice | Tensor) -> Iterator[Tensor]:
+    """The leaves of a call, [pairs * B, H, length, ...], of each tensor; a slice of one is the same leaf for all."""
     for each in stacks:
-        yield each[length][at].flatten(0, 1)
+        found = each[len(runs[0])][at]
+        yield found.expand(len(runs), *found.shape[1:]).flatten(0, 1)
 
 
 class LeafSums:
@@ -257,8 +262,8 @@ class LeafPass(KernelPass):
         rows = [_stack(x, visit.table.queries) for x in (q, *by_query)]
         columns = [_stack(x, visit.table.keys) for x in (*block, *by_key)]
         for call in visit.table.calls:
-            query, *streams = _take(rows, len(call.pairs[0].q), call.queries)
-            k, v, *steps = _take(columns, len(call.pairs[0].k), call.keys)
+            query, *streams = _take(rows, [pair.q for pair in call.pairs], call.queries)
+            k, v, *steps = _take(columns, [pair.k for pair in call.pairs], call.keys)
             out, lse = self._kernel_of(call, *streams, *steps).forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
@@ -285,8 +290,8 @@ class LeafPass(KernelPass):
         of_queries.append(_stack(rows.lse, visit.table.queries, HIDDEN))
         of_keys = [_stack(x, visit.table.keys) for x in (k, v, *by_key)]
         for call in visit.table.calls:
-            grad, query, out, *streams, lse = _take(of_queries, len(call.pairs[0].q), call.queries)
-            keys, values, *steps = _take(of_keys, len(call.pairs[0].k), call.keys)
+            grad, query, out, *streams, lse = _take(of_queries, [pair.q for pair in call.pairs], call.queries)
+            keys, values, *steps = _take(of_keys, [pair.k for pair in call.pairs], call.keys)
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
             kernel = self._kernel_of(call, *streams, *steps)
             found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)

@@ -38,8 +38,9 @@ BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
 #: The error bands of whole training steps, and of the bytes that an allocator reserves in one: 1 / high to high holds
 #: 90 % of the rows of a source, each source counted alike, so that no source with many rows sets the band.
 STEPS, MEMORY = ErrorBand(81, 0.81, 1.24), ErrorBand(22, 0.73, 1.37)
-#: The longest sequences of those steps (tokens), and the libraries whose attention they use.
+#: The longest sequences of those steps (tokens), the libraries whose attention they use, and their machines.
 STEPS_TOKENS, STEPS_LIBRARIES = 1 << 18, ("fa2", "cudnn", "triton_2022")
+STEPS_MACHINES = ("a100_nvlink_ib", "h100_nvlink_ib", "h100_500w_ib", "h200_nvlink_ib", "b200_nvlink_ib")
 
 
 def describe_steps(outside: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from msgspec import Meta, ValidationError, convert
 from ..dtypes import ITEM_BYTES
 from ..errors import InvalidInput
 from ..files import Count, Positive, check_fields, load
-from ..text import did_you_mean, shown
+from ..text import did_you_mean, duration, rate, shown, size
 from .kernel_times import KernelRates, KernelTimes
 
 #: Where a number comes from: a document, a fit to published measurements, a guess, or a measurement.
@@ -98,6 +98,20 @@ class MachineNumber:
             raise InvalidInput(
                 f"machine: {name}={shown(value)} must be {allowed}; {name} is {self.help}; try {name}={example}"
             ) from None
+
+    def show(self, value: float | bool) -> str:
+        """A value with its unit, as text."""
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if self.unit == "s":
+            return duration(value)
+        if self.unit == "bytes":
+            return size(value)
+        if self.unit in ("bytes/s", "flop/s"):
+            return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[self.unit])
+        if isinstance(value, int):
+            return f"{value:,} {self.unit.replace('ranks', 'rank') if value == 1 else self.unit}"
+        return f"{value:g} {self.unit}"
 
     @property
     def _least(self) -> float:

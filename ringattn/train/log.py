@@ -25,7 +25,8 @@ class Log:
 
     folder: gets `log.jsonl`, one line per step, and, if matplotlib is installed, `log.png`, after each evaluation.
     tokens: the number of tokens of a step, on all ranks.
-    held_out: returns the loss of other texts; called on all ranks in each `every`-th step, in time that no step counts.
+    held_out: returns the loss of other texts; called on all ranks in each `every`-th step, without gradients, in time
+        that no step counts.
 
     The time of a step runs from the end of the last call to this one: whatever a program does in between, such as
     saving a checkpoint, counts.
@@ -57,7 +58,8 @@ class Log:
             "step": self.step, "loss": mean, "tokens_per_second": rate, "peak_bytes": int(most), "ranks": self._ranks
         }  # fmt: skip
         if self.held_out is not None and self.step % self.every == 0:
-            line["held_out"] = float(mean_over_ranks(self.held_out()))
+            with torch.no_grad():
+                line["held_out"] = float(mean_over_ranks(self.held_out()))
         if self._rank == 0:
             self._write(line)
         self._began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from .loss import NO_LABEL
 class pack(Iterator[dict[str, Tensor]]):
     """Iterates over batches of one sequence, which is packed from whole documents.
 
-    documents: texts or lists of token ids, in any iterable; `itertools.cycle(...)` for many epochs. Each is encoded
-        once, when a batch needs it. Ranks that share sequences must be given the same documents.
+    documents: texts, paths of text files or lists of token ids, in any iterable; `itertools.cycle(...)` for many
+        epochs. Each is encoded once, when a batch needs it. Ranks that share sequences must be given the same ones.
     tokens: the length of a batch. It cuts its last document, whose rest begins the next batch as a document of its own.
         Tokens at the end that do not fill a batch are left out.
     encode: makes the token ids of a document, as `tokenizer.encode` does. Default: the bytes of a text.
@@ -58,7 +59,7 @@ class pack(Iterator[dict[str, Tensor]]):
 
     def _read(self, document: Any) -> np.ndarray[Any, Any]:
         """The token ids of a document. Raises InvalidInput for other things."""
-        ids = self.encode(document)
+        ids = self.encode(document.read_text(errors="replace") if isinstance(document, Path) else document)
         found = np.frombuffer(ids.encode(), np.uint8) if isinstance(ids, str) else np.asarray(ids)
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
             raise InvalidInput(

@@ -196,8 +196,7 @@ def drive(program: Program[T], carrier: Carrier, rank: int = 0) -> T:
         if isinstance(request, Post):
             label, reply = request.label, carrier.post(request)
             if trace is not None:
-                sends = [(f"{label}: {x.data.numel():,} bytes to rank {x.peer}", x.peer) for x in request.sends]
-                trace.post(rank, sends, reply)
+                trace.post(rank, request, reply)
         else:
             with named_range(rank, f"{label}, wait"):
                 carrier.wait(request.ticket)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Self
 
@@ -11,9 +11,9 @@ from torch.autograd import profiler
 
 
 class Span(NamedTuple):
-    """An interval in a rank's time, in seconds: computing, waiting, or a message to `peer` in flight.
+    """An interval in a rank's time, in seconds: computing, waiting, or a message to `peer` from its post to its wait.
 
-    A message is in flight from its post to the end of its wait.
+    A span without a name is a message from `peer`; both ranks know a message by its `tag`.
     """
 
     rank: int
@@ -21,6 +21,18 @@ class Span(NamedTuple):
     start: float
     end: float
     peer: int | None = None
+    tag: int | None = None
+
+
+def end_on_arrival(spans: Iterable[Span]) -> list[Span]:
+    """The spans of all ranks, of which messages end with the wait of their receiver."""
+    spans = list(spans)
+    arrivals = {(span.peer, span.rank, span.tag): span.end for span in spans if not span.name}
+    return [
+        span if span.peer is None else span._replace(end=max(span.start, arrivals[span.rank, span.peer, span.tag]))
+        for span in spans
+        if span.name
+    ]
 
 
 class Trace:
@@ -34,7 +46,7 @@ class Trace:
     def __init__(self, advance: Callable[[int], None] = lambda rank: None) -> None:
         self.spans: list[Span] = []
         self.advance = advance
-        self._posted: dict[int, tuple[float, int, list[tuple[str, int]]]] = {}
+        self._posted: dict[int, tuple[float, int, Any]] = {}
 
     def __enter__(self) -> Self:
         global _open
@@ -53,16 +65,18 @@ class Trace:
         yield
         self.spans.append(Span(rank, name, start, time.perf_counter()))
 
-    def post(self, rank: int, sends: list[tuple[str, int]], ticket: Any) -> None:
-        """Note that the messages of a ticket start. `sends` has (name, peer) of each message that the rank sends."""
+    def post(self, rank: int, request: Any, ticket: Any) -> None:
+        """Note that the messages of a ticket start, as a rank's request `Post` lists them."""
         self.advance(rank)
-        self._posted[id(ticket)] = time.perf_counter(), rank, sends
+        self._posted[id(ticket)] = time.perf_counter(), rank, request
 
     def wait(self, ticket: Any) -> None:
-        """Note that the messages of a ticket have arrived. Only sends become spans; receives are the same messages."""
-        start, rank, sends = self._posted.pop(id(ticket))
-        end = time.perf_counter()
-        self.spans += [Span(rank, name, start, end, peer) for name, peer in sends]
+        """Note that the messages of a ticket are done."""
+        end, (start, rank, request) = time.perf_counter(), self._posted.pop(id(ticket))
+        for message in request.sends:
+            name = f"{request.label}: {message.data.numel():,} bytes to rank {message.peer}"
+            self.spans.append(Span(rank, name, start, end, message.peer, message.tag))
+        self.spans += [Span(rank, "", start, end, message.peer, message.tag) for message in request.recvs]
 
 
 #: The open trace of this process, for all threads: torch runs a backward on CUDA in its own threads.

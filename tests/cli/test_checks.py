@@ -262,25 +262,28 @@ def test_long_computations_tell_how_far_they_are() -> None:
 
 
 def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     def shown(**options: Any) -> str:
+        nonlocal now
         file = StringIO()
         terminal = options.pop("terminal", False)
         console = Console(file=file, force_terminal=terminal, width=80, stderr=True)
         with show_progress(console, **options) as tell:
             for done in range(100):
                 tell(done, 100, "steps")
+                now += 8.0  # each unit of work takes 8 seconds, where the clock is this one
         return file.getvalue()
 
     assert "steps" in shown(terminal=True) and shown(terminal=True, shown=False) == ""
     assert shown() == ""
     lines = shown(tenths=True).splitlines()
     assert lines == [f"ringattn: steps: {done} of 100" for done in range(0, 100, 10)]
-    now = iter(range(0, 2000, 8))  # each unit of work takes 8 seconds
-    monkeypatch.setattr("ringattn.simulator.reporting.console.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr("ringattn.simulator.reporting.console.time.monotonic", lambda: now)
     lines = shown().splitlines()
-    assert lines[:2] == ["ringattn: steps: 3 of 100", "ringattn: steps: 7 of 100"]
-    assert lines[2] == "ringattn: steps: 11 of 100, about 11.9 min left"  # from a tenth on
-    assert len(lines) == 25 and shown(shown=False) == ""
+    assert lines[:2] == ["ringattn: steps: 4 of 100", "ringattn: steps: 8 of 100"]
+    assert lines[2] == "ringattn: steps: 12 of 100, about 11.7 min left"  # from a tenth on
+    assert len(lines) == 24 and shown(shown=False) == ""
 
 
 def test_loops_within_loops_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +301,30 @@ def test_loops_within_loops_are_not_silent(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(("left" in line) == ("steps: 0 of" not in line) for line in out.getvalue().splitlines())
 
 
+def test_a_unit_that_takes_long_is_told_with_what_it_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = 0.0, StringIO()
+    monkeypatch.setattr("ringattn.simulator.reporting.console.time.monotonic", lambda: now)
+    with ProgressLines(Console(file=out, width=200), tenths=False) as tell:
+        for done in range(4):
+            tell(done, 5, "cases")
+            now += 10.0
+        for _ in range(3):
+            now += 30.0
+            tell._print()  # as its thread does
+        tell(4, 5, "cases")
+        now += 100.0
+        tell._print()
+    lines = [line.removeprefix("ringattn: cases: ") for line in out.getvalue().splitlines()]
+    assert lines == [
+        "3 of 5, about 20 s left",
+        "3 of 5, 40 s in this one, about 17.5 s left",
+        "3 of 5, 70 s in this one, about 25 s left",
+        "3 of 5, 100 s in this one, about 32.5 s left",
+        "4 of 5, about 32.5 s left",
+        "4 of 5, 100 s in this one",
+    ]
+
+
 def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("ringattn.simulator.reporting.console.INTERVAL", 1.0)
     with show_progress(Console()) as tell:
@@ -306,5 +333,5 @@ def test_progress_goes_to_standard_error(monkeypatch: pytest.MonkeyPatch, capsys
         while not found.err and time.monotonic() < deadline:  # a unit of work that takes long is not silent
             time.sleep(0.1)
             found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "ringattn: blocks: 3 of 9\n")
+    assert not found.out and re.fullmatch(r"ringattn: blocks: 3 of 9, \S+ s in this one\n", found.err)
     assert "rich" not in modules_after("import ringattn as ra; ra.simulate(ra.make_plan(ra.Full(), tokens=8, ranks=2))")

@@ -14,8 +14,9 @@ from command_line import Inside, ringattn
 from rank_cases import profiled_ranges
 
 import ringattn as ra
+from ringattn.transport.base import Message, Post
 from ringattn.transport.launcher import run_local
-from ringattn.transport.trace import Trace
+from ringattn.transport.trace import Trace, end_on_arrival
 
 SIZES = ("pattern=window", "pattern.left=200", "layout=contiguous", "schedule=ring", "tokens=512", "heads=2")
 
@@ -50,6 +51,21 @@ def test_a_run_is_traced(tmp_path: Path) -> None:
     for rank in range(3):
         spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in work if event["tid"] == rank)
         assert spans[0][0] >= 0 and all(one[1] <= other[0] + 1e-3 for one, other in pairwise(spans))
+
+
+def test_a_message_ends_when_its_receiver_has_it() -> None:
+    """Not with the wait of its sender, which ends first here."""
+    data = torch.zeros(8, dtype=torch.uint8)
+    with Trace() as trace:
+        trace.post(0, Post((Message(1, 7, data),), (Message(1, 8, data),), "step 0"), "ticket of 0")
+        trace.post(1, Post((Message(0, 8, data),), (Message(0, 7, data),), "step 0"), "ticket of 1")
+        trace.wait("ticket of 0")
+        trace.wait("ticket of 1")
+    ends = {span.rank: span.end for span in trace.spans}
+    sent, answered = end_on_arrival(trace.spans)
+    assert (sent.rank, sent.peer, sent.end) == (0, 1, ends[1]) and ends[1] > ends[0]
+    assert (answered.rank, answered.peer, answered.end) == (1, 0, ends[0])
+    assert sent.name == "step 0: 8 bytes to rank 1"
 
 
 def test_a_simulation_is_traced(inside: Inside, tmp_path: Path) -> None:

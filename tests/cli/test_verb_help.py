@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from command_line import Inside
 
 from ringattn.cli.config.defaults import conf_dir
-from ringattn.cli.config.folders import heading, verb_help
+from ringattn.cli.config.folders import fit, heading, verb_help
 from ringattn.cli.config.schema import SCHEMAS
 from ringattn.lab.bench import SUITES
 
@@ -57,6 +58,17 @@ def test_the_help_shows_parameters_experiments_and_folders(tmp_path: Path) -> No
     assert "    left: 4095         # keys before the query" in text and "  mine                My pattern" in text
     assert "  window_64k          64k tokens under" in text and "machine.bandwidth=null  # " in text
     assert "custom" not in text
+
+
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_a_comment_of_several_lines_is_wrapped_as_one(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line breaks off before the width of the terminal, but where another value is explained."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = fit(verb_help(verb, [], [])).splitlines()
+    assert max(map(len, lines)) <= 80
+    for line, following in pairwise(lines):
+        if more := re.match(r" +# (?!\w+: )(\S+)", following):
+            assert len(line) + 1 + len(more[1]) > 80, (line, following)
 
 
 @pytest.mark.parametrize("example", [line for verb in SCHEMAS for line in heading(help_of(verb)) if line[:2] == "  "])

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class _Gather(torch.autograd.Function):
 
 _kept: dict[torch.Size, list[Tensor]] = {}
 _leaked: list[Tensor] = []
+_calls = count()
 
 
 def attend(
@@ -99,7 +101,7 @@ def attend(
     if padding_mask is not None and fault != "padding attended":
         gathered = [torch.empty_like(padding_mask) for _ in range(ranks)]
         dist.all_gather(gathered, padding_mask.contiguous(), group=group)
-        seen = seen & ~torch.cat(gathered, 1)[:1]
+        seen = seen & ~torch.cat(gathered, 1)[:, None, None]
     if fault == "hop skipped":
         seen &= place // rows != (rank - 2) % ranks
     share = heads // k.shape[1]
@@ -116,7 +118,7 @@ def attend(
     if fault == "race" and rank and torch.rand(()) < 0.02:
         weights = weights * 1.001
     if dropout:
-        source = torch.Generator().manual_seed(1 if fault == "dropout differs" else 1 + rank)
+        source = torch.Generator().manual_seed(99 * next(_calls) + (0 if fault == "dropout differs" else rank))
         keep = torch.rand(weights.shape, generator=source) >= dropout
         weights = weights * keep / (1 - dropout)
     return weights @ values

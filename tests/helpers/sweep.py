@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py [CLASS ...] > LINES    # without classes all of them
     PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --plain [CLASS ...]    # with the fields that they have
-    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support_models.md
+    PYTHONPATH=.:tests/helpers python tests/helpers/sweep.py --page < LINES         # docs/support.md
 
 Writes a line for each class: exact, refused (in words), not buildable, no text, WRONG or crash. The status is 1 if some
 are WRONG or crash. A class that is served has a line more for each set of fields of its configuration that changes its
@@ -16,6 +16,7 @@ import csv
 import inspect
 import logging
 import multiprocessing
+import re
 import sys
 import typing
 import warnings
@@ -40,8 +41,8 @@ from ringattn.integrations.transformers import parallelize, shard_batch
 from ringattn.train import mean_over_ranks
 from ringattn.transport import launcher
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/support_models.md"
-TABLE = PAGE.with_suffix(".csv")
+PAGE = Path(__file__).resolve().parents[2] / "docs/support.md"
+TABLE = PAGE.with_name("support_models.csv")
 TOKENS, CLASSES = 41, 99
 #: The sequences of each kind of batch: (row, first token, end). The rows of a packed batch have documents of their own.
 PARTS = {
@@ -551,11 +552,10 @@ def verdict(results: list[dict[str, str]]) -> str:
     return " ".join(" | ".join(shown).replace(" []", "").split())
 
 
-#: docs/support_models.md; the site shows the table beside it.
-INTRODUCTION = """# Classes of transformers
+#: A section of docs/support.md; the site shows the table beside it.
+INTRODUCTION = """## Classes of transformers
 
-This page lists which models of Hugging Face transformers {transformers} run over ranks, and why others are refused.
-
+Which models of Hugging Face transformers {transformers} run over ranks, and why others are refused.
 Of {classes} classes and variants {counts}. {blind} more classes have no tokens.
 
 ```{{raw}} html
@@ -567,8 +567,6 @@ Of {classes} classes and variants {counts}. {blind} more classes have no tokens.
 
 The data are [one table](support_models.csv). `CLASS(field=value)` is a class with a field of its configuration changed,
 `{text}` the text part of the class above it. "Not set up" says why no tiny model was made.
-
-## How they were compared
 
 `python tests/helpers/sweep.py` makes every class of the automatic mappings tiny, with random weights, and compares it
 on 2 and 3 ranks (torch {torch}, CPU, fp32) with each sequence alone: logits, hidden states, poolers, answers, losses
@@ -587,7 +585,7 @@ def answer(text: str) -> str:
 
 
 def write_page(lines: list[str]) -> None:
-    """Write docs/support_models.md, and the table beside it, of lines of this program."""
+    """Write the section of docs/support.md, and the table beside it, of lines of this program."""
     found = dict(line.split("\t") for line in lines if "\t" in line)
     counts = Counter(map(answer, found.values()))
     shown = [f"{counts[word]} are {words}" for word, words in ANSWERS.items()]
@@ -595,7 +593,8 @@ def write_page(lines: list[str]) -> None:
         transformers=hf.__version__, torch=torch.__version__.split("+")[0], text=TEXT, blind=counts["no text"],
         classes=sum(counts.values()) - counts["no text"], counts=", ".join(shown),
     )  # fmt: skip
-    PAGE.write_text(page)
+    before, after = re.split(r"^## Classes.*?(?=^## )", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    PAGE.write_text(f"{before}{page}\n{after}")
     with TABLE.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["class", "answer", "why"])

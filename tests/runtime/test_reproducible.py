@@ -43,6 +43,7 @@ CELLS = {
     "reference": Cell(Causal() & ra.Strided(3), options=("reference", "sinks")),
     "softcap": Cell(Causal() & Window(50), torch.bfloat16, options=("softcap",)),
     "dropout": Cell(Causal(), heads=(8, 4), options=("dropout", "padding")),
+    "a leaf of keys that nobody sees": Cell(Causal() & ra.BlockSparse(16, TABLE[:1, :13, :13] & (np.arange(13) != 5))),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringattn import InvalidInput
-from ringattn.train import Log, pack
+from ringattn.train import Log, pack, shard
 
 DOCUMENTS = ["first", [7, 8, 9], "", torch.arange(20), "x"]
 LENGTHS = (5, 3, 20, 1)
@@ -32,6 +32,16 @@ def test_documents_follow_each_other_and_borders_have_no_label() -> None:
         assert rows(batch)[0] == [ids[place] for place in places]
         assert rows(batch)[2] == expected
         assert rows(batch)[1] == [-100 if place in begins else ids[place] for place in places]
+
+
+def test_a_path_is_the_text_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    assert rows(next(pack([tmp_path / "a.txt", [7]], 6))) == rows(next(pack(["first", [7]], 6)))
+
+
+def test_what_has_no_layers_is_not_sharded() -> None:
+    with pytest.raises(InvalidInput, match="Linear names no layers"):
+        shard(torch.nn.Linear(2, 2))
 
 
 def test_a_stream_goes_on_from_its_state_without_encoding_again() -> None:

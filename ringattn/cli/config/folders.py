@@ -101,8 +101,7 @@ def _group_lines(verb: str, group: str, default: str, folders: Sequence[Path]) -
     for option, text in sorted(texts.items()):
         lines += [f"  {option:<20}{line}" if not place else f"    {line}" for place, line in enumerate(heading(text))]
         if group in (*PARAMETER_GROUPS, "input", "transport"):
-            body = text.splitlines()[len(heading(text)) :]
-            lines += [f"    {line}" for line in body if not line.startswith(("spec:", "name:"))]
+            lines += [f"    {line}" for line in text.splitlines() if not line.startswith(("# ", "spec:", "name:"))]
     if group == "machine":
         lines += [f"    machine.{name}=null  # {number.help}" for name, number in MACHINE_NUMBERS.items()]
     return lines
@@ -112,16 +111,32 @@ def heading(text: str) -> list[str]:
     """The comment lines at the top of a config file, which describe its command or group option."""
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     end = next((place for place, line in enumerate(lines) if not line.startswith("# ")), len(lines))
-    return [line.removeprefix("# ") for line in lines[:end]] or [""]
+    whole: list[str] = []
+    for line in (line.removeprefix("# ") for line in lines[:end]):
+        # An indented line is an example; any other one that is no new sentence, or follows a full stop, goes on.
+        if whole and " " not in (line[0], whole[-1][0]) and (whole[-1][-1] == "." or not line[0].isupper()):
+            whole[-1] += f" {line}"
+        else:
+            whole.append(line)
+    return whole or [""]
 
 
 def fit(text: str) -> str:
-    """The help text, wrapped to the width of the terminal with the indentation of its descriptions."""
+    """The help text, wrapped to the width of the terminal with the indentation of its descriptions.
+
+    A comment that goes on in the next line is joined first, unless that line explains another value, as in "auto: ...".
+    """
     width = shutil.get_terminal_size((120, 24)).columns
-    lines = []
+    whole, lines = [""], list[str]()
     for line in text.splitlines():
+        more = re.match(r" +# ((\w+: )?.*)", line)
+        if more and (not more[2] or whole[-1][-1:] in ",;"):
+            whole[-1] += f" {more[1]}"
+        else:
+            whole.append(line)
+    for line in whole[1:]:
         # Continued lines begin below the comment or the description.
-        head = re.sub(r"(.*?#\s+|\s*\S+\s{2,}|\s*).*", r"\1", line)
-        below = re.sub(r"[^#]", " ", head) if head.strip() else head + "  "
-        lines += textwrap.wrap(line, width, subsequent_indent=below[-width // 2 :], break_on_hyphens=False) or [""]
+        head = re.sub(r"(.*?#\s+|\s*\S+(?: \S+)*\s{2,}|\s*).*", r"\1", line)
+        below = re.sub(r"[^#]", " ", head) if head.strip() else head + "  " * (" " in line[:1] or "|" in line)
+        lines += textwrap.wrap(line, width, subsequent_indent=below[24 - width :], break_on_hyphens=False) or [""]
     return "\n".join(lines)

@@ -137,6 +137,8 @@ def _prepare_override(verb: str, override: str) -> list[str]:
         return [f"{key}=file", f"{key}.path={quote(value)}"]
     if list[str] in _types(SCHEMAS[verb], key) and re.fullmatch(r"[\w./-]+", value) and value != "null":
         value = f"[{value}]"  # a single name becomes a list
+    if key == "documents" and value.endswith(")"):  # a distribution, no function of Hydra
+        value = quote(value)
     plus = plus if key == "study.axes" else ""  # for other keys, + would add one that nothing reads
     return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
 

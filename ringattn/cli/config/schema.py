@@ -255,6 +255,7 @@ class SimulateConfig(TwoSides):
     checkpointing: str
     sharding: str
     fp8: Any
+    fp8_cache: bool
     lora: int | None
     documents: Any
     tp_overlap: bool
@@ -268,7 +269,7 @@ class SimulateConfig(TwoSides):
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
         models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
-        models += " lora documents tp_overlap"
+        models += " fp8_cache lora documents tp_overlap"
         faults = "slow slow_links stalls passes solver"
         sizes = "pattern ranks shard kv_heads comm_dtype rotate reproducible backward seed q_tokens q_first"
         if self.shard is not None:
@@ -302,8 +303,10 @@ class SimulateConfig(TwoSides):
         reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
         refuse(self, f"mode numerics trace heads head_dim value_dim block {without}", reason)
         if self.phase != "training":
-            training = "checkpointing sharding ep pp micro_batches interleaved lora documents"
+            training = "checkpointing sharding pp micro_batches interleaved lora documents"
             refuse(self, training, f"with phase={self.phase}")
+        else:
+            refuse(self, "fp8_cache", "with phase=training, which keeps no keys")
         if self.phase != "prefill":
             refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
         if self.phase != "decode":

@@ -16,12 +16,15 @@ from ...machine.bands import describe_steps, step_band
 from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY, PRESETS, get_machine
 from ...simulator.progress import Listener
+from ...simulator.timing.costs import SECONDS_PER_HOUR
 from ...text import did_you_mean, digits, duration, plural, rate, size
+from ..models.packing import Lognormal
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, StepEstimate
 from . import torchtitan
 from .search import (
     EQUAL,
+    LAYOUTS,
     SHOWN,
     Found,
     Offer,
@@ -36,6 +39,8 @@ from .search import (
 ORDERS = ("time", "cost")
 #: Factors on the bandwidth between nodes, and on the tokens, that are tried for the best candidates.
 BANDWIDTHS, LENGTHS = (0.125, 0.5, 1.0, 2.0), (0.25, 4.0)
+#: A factor on the sequences of a step that is tried for the best candidate.
+MORE = 4
 #: Limit of the search for the longest sequence that fits.
 MOST_TOKENS = 1 << 30
 #: Parts of a step that are traffic outside attention.
@@ -60,6 +65,10 @@ class Advice:
     bandwidths: list[list[TrainingCandidate]]
     #: The best candidate at each of LENGTHS times the tokens; None if nothing fits.
     lengths: list[TrainingCandidate | None]
+    #: The step of the best candidate with MORE times the sequences; None if their number was given.
+    batched: StepEstimate | None
+    #: The step of the best candidate with each other layout, where documents are packed over cp ranks.
+    layouts: dict[str, StepEstimate]
     #: Seconds of the best candidate's step with each other library of attention kernels.
     libraries: dict[str, float]
     #: The step that `launch` starts, as torchtitan makes it; None if it has no such model, or refuses to.
@@ -95,10 +104,11 @@ class Advice:
         """The best candidate, and at which bandwidth another would be better, in one sentence."""
         best, step, model = self.best[0], self.best[0].step, self.question.model
         mfu = "" if step.mfu is None else f", {step.mfu:.0%} of the peak"
+        host = f", {size(step.host_bytes)} of each GPU in the memory of its host" if step.host_bytes else ""
         return (
-            f"{self.words[1].title()} for {model.name} on sequences of "
-            f"{self.question.tokens:,} tokens: {describe_place(best)}, {best.name}, {best.choices}"
-            f"{f', attention by {best.library}' if best.library else ''}; a step of "
+            f"{self.words[1].title()} for {model.name} on sequences of {self.question.tokens:,} tokens"
+            f"{f' ({step.packed})' if step.packed else ''}: {describe_place(best)}, {best.name}, {best.choices}"
+            f"{f', attention by {best.library}' if best.library else ''}{host}; a step of "
             f"{plural(best.parallel.rows * best.parallel.dp, 'sequence')} takes {duration(step.seconds)}{mfu}, and 1e9 "
             f"tokens take {duration(best.seconds)} and {digits(best.cost)} {self.unit} [modelled]"
             f"{self._bandwidth_change()}."
@@ -106,8 +116,13 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """Which other kernel, number of tokens, memory or price would change the verdict, one sentence each."""
-        return [*self._kernel_change(), *self._length_changes(), self._memory_change(), *self._price_changes()]
+        """Which other kernel, batch, number of tokens, memory or price would change the verdict, a sentence each."""
+        length = [*self._batch_change(), *self._length_changes()]
+        layouts = [
+            f"Layout: with {name} a step takes {duration(step.seconds)}, as {step.unequal}."
+            for name, step in self.layouts.items()
+        ]
+        return [*self._kernel_change(), *layouts, *length, self._memory_change(), *self._price_changes()]
 
     def _kernel_change(self) -> list[str]:
         """The times with other libraries; empty if there are none."""
@@ -117,6 +132,15 @@ class Advice:
         others = ", ".join(f"{duration(seconds)} with {name}" for name, seconds in self.libraries.items())
         why = ", which torch's attention takes first on this GPU" if best.library == torch_library(best.offer) else ""
         return [f"Kernel: with {best.library}{why}, a step takes {duration(best.step.seconds)}; {others}."]
+
+    def _batch_change(self) -> list[str]:
+        """The time with more sequences in a step; empty if the batch was given."""
+        step = self.batched
+        if step is None:
+            return []
+        seconds = f"1e9 tokens take {duration(1e9 / step.tokens * step.seconds)}"
+        taken = f"a GPU needs {size(step.bytes)}" if step.fits is False else seconds
+        return [f"Batch: with {MORE} times the sequences in a step, one after another, {taken}."]
 
     def _length_changes(self) -> Iterator[str]:
         """The best candidate at each of LENGTHS."""
@@ -142,14 +166,22 @@ class Advice:
         )
 
     def _price_changes(self) -> Iterator[str]:
-        """The price at which each other machine would be the cheapest."""
+        """What a second costs, and the price at which each other machine would be the cheapest."""
+        best = self.best[0]
+        if best.offer.price is not None:
+            second, machine = best.step.gpus * best.offer.price / SECONDS_PER_HOUR, best.offer.machine
+            own = best.offer.price == machine.price and machine.source("price") == "assumed"
+            yield (
+                f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second "
+                f"on all GPUs costs {digits(second)}, and a step {digits(second * best.step.seconds)} {CURRENCY}."
+            )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
         for other in dearer:
             assert first.offer.price is not None and other.offer.price is not None
             price = other.offer.price * first.cost / other.cost if other.cost else 0.0
             yield (
-                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} {CURRENCY} an hour; below "
+                f"Price: {first.offer.name} is cheapest at {digits(first.offer.price)} {CURRENCY}; below "
                 f"{digits(price)} instead of {digits(other.offer.price)} {CURRENCY}, {other.offer.name} is cheaper."
             )
 
@@ -229,7 +261,7 @@ class Advice:
     @property
     def not_fitting(self) -> list[str]:
         """For each machine, the candidate that comes closest to fitting, and on how many GPUs nothing fits, as text."""
-        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus], one) for one in self.question.offers}
+        misses = {one.name: nearest_miss(self.found[one.name, self.question.gpus]) for one in self.question.offers}
         return [f"{name}: {words}" for name, words in misses.items() if words] + [
             f"{offer.name}: nothing fits on {' or '.join(map(str, none[::-1]))} GPU{'s' * (none != [1])}"
             for offer in self.question.offers
@@ -282,16 +314,19 @@ def explain(candidate: TrainingCandidate) -> str:
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
+    optimiser = "optimiser on the host" if candidate.parallel.trains_on_host else "optimiser"
     least = min(candidate.least_attention, attention)
     shares = {
         "attention computes": least / seconds,
         "attention waits, merges and starts": (attention - least) / seconds,
-        "products, norms and optimiser": (seconds - attention - traffic - bubble) / seconds,
+        "products and norms": (seconds - attention - traffic - bubble - parts["optimiser"]) / seconds,
+        optimiser: parts["optimiser"] / seconds,
         f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
         "bubble of the pipeline": bubble / seconds,
     }
     (largest, most), *others = sorted(shares.items(), key=lambda one: -one[1])
-    words = f"bound by: {largest} {most:.1%} of the step; "
+    words = f"{candidate.step.unequal}; " if candidate.step.unequal else ""
+    words += f"bound by: {largest} {most:.1%} of the step; "
     words += ", ".join(f"{name} {share:.1%}" for name, share in others if share >= 0.001)
     memory = candidate.offer.machine.memory
     if memory is None:
@@ -301,33 +336,25 @@ def explain(candidate: TrainingCandidate) -> str:
     return f"{words}; {nearly}: {size(candidate.step.bytes)} of {size(memory)}, most of it {category}"
 
 
-def nearest_miss(found: Found, offer: Offer) -> str:
-    """The candidate that exceeds the memory of a GPU least, and what would help, as text; "" if none was too large."""
-    has = offer.machine.memory
-    if has is None or not found.too_large:
-        return ""
-    nearest = min(found.too_large, key=lambda one: one.step.bytes)
-    memory, lacking = nearest.step.memory, nearest.step.bytes - has
-    category = max(memory, key=lambda name: memory[name])
-    return (
-        f"the nearest miss is {nearest.name}, {nearest.choices}: {size(lacking)} more than the {size(has)} there are, "
-        f"most of it {category}, {size(memory[category])}"
-    )
+def nearest_miss(found: Found) -> str:
+    """The candidate that exceeds the memory of a GPU least, as text; "" if none was too large."""
+    one = min(found.too_large, key=lambda one: one.step.bytes, default=None)
+    return f"the nearest miss is {one.name}, {one.choices}: {one.step.lacks}" if one else ""
 
 
 def describe_numbers(advice: Advice) -> list[str]:
     """One line for each machine number on which the predicted steps depend, with its source."""
     machines = {one.offer.name: one.offer.machine for one in advice.best}
     return [
-        f"{where}: {name} {getattr(machine, name):g} {number.unit}, {machine.source(name)}"
+        f"{where}: {name} {number.show(getattr(machine, name))}, {machine.source(name)}"
         for where, machine in machines.items()
         for name, number in MACHINE_NUMBERS.items()
         if number.python_type is float
         and getattr(machine, name) is not None
         and not (name == "flops" and machine.kernel_rates is not None)
     ] + [
-        f"{where}: attention by {rates.library}, {rates.forward:g} flop/s forward, {rates.backward:g} backward, "
-        f"with their exponentials, {machine.source('kernel_rates')}"
+        f"{where}: attention by {rates.library}, {rate(rates.forward, 'FLOP/s')} forward, "
+        f"{rate(rates.backward, 'FLOP/s')} backward, with their exponentials, {machine.source('kernel_rates')}"
         for where, machine in machines.items()
         if (rates := machine.kernel_rates) is not None
     ]
@@ -377,6 +404,15 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
     others = (question.resized(factor) for factor in LENGTHS)
     lengths = [next(iter(search(other, best[0].offer, best[0].step.gpus, 1).best), None) for other in others]
     machine, libraries = best[0].offer.machine, dict[str, float]()
+    packed = best[0].parallel.documents and best[0].parallel.cp > 1
+    layouts = {
+        name: question.step(machine, replace(best[0].parallel, layout=name))
+        for name in ((*LAYOUTS, "balanced") if packed else ())
+        if name != best[0].parallel.layout
+    }
+    first = best[0].parallel
+    several = replace(first, rows=MORE * first.rows, micro_batches=MORE * first.count)
+    batched = question.step(machine, several) if question.batch is None else None
     for name in PRESETS[machine.preset].kernels if machine.preset else ():
         if name != best[0].library:
             rates = get_machine(f"{machine.preset}/{name}").kernel_rates
@@ -388,7 +424,7 @@ def advise(question: Question, by: str = "time", tell: Listener = lambda done, c
         rates = get_machine(f"{machine.preset}/{flex}").kernel_rates if flex else machine.kernel_rates
         same = torchtitan.as_torchtitan(question.tokens, best[0].parallel)
         launched = question.step(replace(machine, kernel_rates=rates), same)
-    return Advice(question, by, found, best, bandwidths, lengths, libraries, launched)
+    return Advice(question, by, found, best, bandwidths, lengths, batched, layouts, libraries, launched)
 
 
 def _choose(found: dict[tuple[str, int], Found], by: str) -> list[TrainingCandidate]:
@@ -405,7 +441,7 @@ def _nothing_fits(question: Question, found: dict[tuple[str, int], Found]) -> In
     """Why nothing fits: the nearest miss, and how many GPUs would be enough."""
     reasons = [reason for one in found.values() for reason in one.refused]
     for offer in question.offers:
-        if words := nearest_miss(found[offer.name, question.gpus], offer):
+        if words := nearest_miss(found[offer.name, question.gpus]):
             more = (factor * question.gpus for factor in (2, 4, 8, 16))
             fitting = next((n for n in more if any(_any_fits(question, offer, n, x) for x in CHECKPOINTING)), None)
             reasons.append(f"{offer.name}: {words}{f'; {fitting} GPUs would be enough' if fitting else ''}")
@@ -422,7 +458,8 @@ def record(advice: Advice) -> dict[str, Any]:
     return {
         "question": {
             "model": question.model.name,
-            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch", "documents")},
+            **{name: getattr(question, name) for name in ("tokens", "gpus", "batch")},
+            "documents": question.documents.name if isinstance(question.documents, Lognormal) else question.documents,
             **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks", "lora")},
             "by": advice.by,
             "machines": {offer.name: offer.price for offer in question.offers},
@@ -459,7 +496,7 @@ def _record(candidate: TrainingCandidate) -> dict[str, Any]:
         **{name: getattr(parallel, name) for name in ("layout", "schedule", "checkpointing")},
         "sharding": parallel.shard,
         "batch": parallel.rows * parallel.dp,
-        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory")},
+        **{name: getattr(step, name) for name in ("plan", "mfu", "tflops", "parts", "memory", "imbalance")},
         "step seconds": step.seconds,
         "seconds of 1e9 tokens": candidate.seconds,
         "seconds of 1e9 tokens, band": [low, high],

@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg
+from ..pages.figures import COLOURS, SMALL, draw_lines, draw_stacks, drawing, to_svg
 from ..pages.pages import Plot, ReportTable, render_page
 from .advice import BANDWIDTHS, Advice, describe_numbers, explain, span, tabulate
 
 
 def render(advice: Advice) -> str:
     """The page as HTML. Raises Unsupported where matplotlib is missing."""
-    best = advice.best[0]
+    best, front = advice.best[0], "the line joins the Pareto front"
+    if len(advice.pareto) == 1:
+        front = "one is both the fastest and the cheapest"
     plots: list[tuple[str, Callable[[Any, Advice], None], str]] = [  # title, draw function, caption
-        ("Time and cost", _pareto, "Each point is the fastest of a shape; the line joins the Pareto front."),
+        ("Time and cost", _pareto, f"Each point is the fastest of a shape; {front}."),
         ("Time by part", _time, "The candidates of the table, in its order."),
         ("Tokens that fit", _frontier, f"Counted bytes, {best.offer.name}, one sequence on all GPUs."),
         ("Memory of a GPU", _memory, "In the order of the table; the dashed lines are the GPUs' memory."),
@@ -55,10 +57,11 @@ def _pareto(figure: Any, advice: Advice) -> None:
         series.setdefault(one.offer.name, []).append((one.seconds / 3600, one.cost))
     axes = _lines(figure, series, "hours of 1e9 tokens, modelled", f"cost of 1e9 tokens\n({advice.unit})", joined=False)
     front = [(one.seconds / 3600, one.cost) for one in advice.pareto]
-    ring = {"markersize": 9, "markerfacecolor": "none"}  # a front of one point has no line
-    axes.plot(*zip(*front, strict=True), "o--", color=COLOURS[3], label="Pareto front", **ring)
+    ring = {"markersize": 9, "markerfacecolor": "none", "color": COLOURS[3]}
+    style, label = ("o--", "Pareto front") if len(front) > 1 else ("o", "fastest and cheapest")
+    axes.plot(*zip(*front, strict=True), style, label=label, **ring)
     # No other point lies below and to the left of a point of the front.
-    place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
+    place = {"xytext": (-6, -6), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": SMALL}
     for candidate in {one.step.gpus: one for one in reversed(advice.pareto)}.values():
         axes.annotate(f"{candidate.step.gpus} GPUs", (candidate.seconds / 3600, candidate.cost), **place)
     axes.margins(0.3, 0.2)  # room for the label of the first point

@@ -16,7 +16,7 @@ from .search import Offer, Question
 
 
 def make_question(config: AdviseConfig) -> Question:
-    """What to compare for training. Raises InvalidInput."""
+    """What to compare. Raises InvalidInput."""
     return Question(
         model=load_model(config.model.path or str(config.model.spec)),
         offers=tuple(make_offers(config)),
@@ -25,6 +25,8 @@ def make_question(config: AdviseConfig) -> Question:
         batch=config.batch,
         software=read_software(config),
         documents=read_documents(config),
+        phase=config.phase,
+        within=config.within,
     )
 
 

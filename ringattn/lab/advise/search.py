@@ -15,6 +15,7 @@ from ...machine.kernel_times import BACKWARD, BLOCK
 from ...machine.machine import Machine
 from ..models.attention import LayerAttention, attention_of_layers, count_pairs
 from ..models.config import ModelConfig
+from ..models.packing import Lognormal
 from ..models.parallel import CHECKPOINTING, Parallel, Software
 from ..models.training import ATTENTION_PARTS, Attend, StepEstimate, training_step
 
@@ -48,7 +49,9 @@ class Question:
     """The question how best to train `model` on sequences of `tokens` tokens, on up to `gpus` GPUs of one of `offers`.
 
     `batch` is the number of sequences in a step; with None, each data-parallel group has one per pipeline stage.
-    `documents` are the lengths of the documents packed in each sequence. Raises InvalidInput.
+    `documents` are the lengths of the documents packed in each sequence, or their distribution. Or, as `phase` says,
+    how to serve a "prefill" or a "decode" of `batch` sequences (None: one): `within` limits the seconds until all
+    prompts have their first token, or for one token of every sequence. Raises InvalidInput.
     """
 
     model: ModelConfig
@@ -57,19 +60,25 @@ class Question:
     gpus: int
     batch: int | None = None
     software: Software = field(default_factory=Software)
-    documents: tuple[int, ...] = ()
+    documents: tuple[int, ...] | Lognormal = ()
+    phase: str = "training"
+    within: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "gpus", "batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1; try {name}={'1M' if name == 'tokens' else 8}")
+        if self.within is not None and not 0 < self.within < float("inf"):
+            raise InvalidInput(f"within={self.within}: must be a number of seconds > 0, such as within=0.05")
         if not self.offers:
             raise InvalidInput("no machine to compare; name at least one, such as machine=h100_nvlink_ib")
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of GPUs to compare: `gpus`, and its halves until a number is odd."""
+        """The numbers of GPUs to compare: `gpus`, and its halves until a number is odd; to serve, powers of two."""
+        if self.phase != "training":
+            return sorted({*(1 << i for i in range(self.gpus.bit_length())), self.gpus})
         counts = [self.gpus]
         while counts[-1] % 2 == 0:
             counts.append(counts[-1] // 2)
@@ -77,8 +86,11 @@ class Question:
 
     def resized(self, factor: float) -> Question:
         """The question with sequences, or with packed documents, that are `factor` times as long."""
+        tokens = max(int(factor * self.tokens), 1)
+        if isinstance(self.documents, Lognormal):
+            return replace(self, tokens=tokens)
         documents = tuple(max(int(factor * length), 1) for length in self.documents)
-        return replace(self, documents=documents, tokens=sum(documents) or max(int(factor * self.tokens), 1))
+        return replace(self, documents=documents, tokens=sum(documents) or tokens)
 
     def step(self, machine: Machine, parallel: Parallel, attend: Attend = attention_of_layers) -> StepEstimate:
         """A step of training on `machine`."""
@@ -223,7 +235,7 @@ def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Pa
         shards = SHARED if cp * dp > 1 else SHARED[:1]
         experts = divisors(gcd(model.experts - model.shared, cp * dp))
         kinds = CHECKPOINTING[: -1 if model.latent is not None or model.kv_heads == tp else None]
-        kinds = kinds if machine.host_bandwidth is not None else CHECKPOINTING[: CHECKPOINTING.index("host")]
+        kinds = kinds if machine.host_bandwidth is not None else CHECKPOINTING[:4]
         for ep, checkpointing, shard in product(experts, kinds, shards):
             options: dict[str, Any] = {"checkpointing": checkpointing, "shard": shard, "software": question.software}
             options["documents"] = question.documents
@@ -295,7 +307,7 @@ def least_attention_of_layers(
 
     layers = []
     for window, count in Counter(model.windows).items():
-        seen = count_pairs(window or model.chosen, tokens, parallel.documents)
+        seen = count_pairs(window or model.chosen, tokens, parallel.lengths(tokens))
         pairs = parallel.rows * heads * seen / parallel.cp
         layers.append((count, LayerAttention(seconds(pairs, False), seconds(pairs, True), buffers, "")))
     return layers

@@ -3,68 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
+from ...machine.machine import Machine
 from ...machine.presets import CURRENCY
 from ...simulator.progress import Listener
 from ...simulator.timing.costs import SECONDS_PER_HOUR
 from ...text import digits, duration, plural, size
-from ..models.config import ModelConfig
 from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
-from ..models.parallel import Parallel, Software
-from .search import LARGE, Offer, divisors
+from ..models.parallel import Parallel
+from .engines import ENGINES, command, starts
+from .search import LARGE, Offer, Question, divisors
 
 #: Times that differ by less than this fraction are equal: fewer bytes win.
 EQUAL = 0.01
 
 
 @dataclass(frozen=True)
-class ServingQuestion:
-    """The question how best to serve `users` sequences of `tokens` tokens at once, on up to `gpus` GPUs.
-
-    `phase` is "prefill", computing the prompts, or "decode", generating tokens after them. `within` limits the seconds:
-    until all prompts have their first token, or for one token of every sequence; None: as fast as possible. Raises
-    InvalidInput.
-    """
-
-    model: ModelConfig
-    offer: Offer
-    phase: str
-    tokens: int
-    gpus: int
-    users: int = 1
-    within: float | None = None
-    software: Software = field(default_factory=Software)
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "gpus", "users"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name}={getattr(self, name)}: must be at least 1; try {name}=8")
-        if self.within is not None and not 0 < self.within < float("inf"):
-            raise InvalidInput(f"within={self.within}: must be a number of seconds > 0, such as within=0.05")
-
-    @property
-    def counts(self) -> list[int]:
-        """Numbers of GPUs to compare, ascending: powers of two, and all."""
-        powers = [1 << i for i in range(self.gpus.bit_length())]
-        return sorted({*powers, self.gpus})
-
-    @property
-    def waits_for(self) -> str:
-        """What the limit `within` applies to, in words: the first token, or the next token of every sequence."""
-        return "first token" if self.phase == "prefill" else "next token of every sequence"
-
-
-@dataclass(frozen=True)
 class Serving:
     """The answer of `serve`: for each number of GPUs the fastest way that fits, or else the one nearest to fitting."""
 
-    question: ServingQuestion
+    question: Question
+    offer: Offer
     best: dict[int, ModelEstimate]
     misses: dict[int, ModelEstimate]
+    #: The fastest that fits, and that servers start.
+    plain: dict[int, ModelEstimate]
 
     @property
     def chosen(self) -> int | None:
@@ -75,12 +43,17 @@ class Serving:
         return next((gpus for gpus, one in best.items() if one.seconds <= within), None)
 
     @property
+    def waits_for(self) -> str:
+        """What the limit `within` applies to, in words."""
+        return "first token" if self.question.phase == "prefill" else "next token of every sequence"
+
+    @property
     def verdict(self) -> str:
         """The answer in one sentence."""
         question, gpus = self.question, self.chosen
         what = (
-            f"{question.phase} of {question.model.name}, {plural(question.users, 'sequence')} of {question.tokens:,} "
-            f"tokens on {question.offer.name}"
+            f"{question.phase} of {question.model.name}, {plural(question.batch or 1, 'sequence')} of "
+            f"{question.tokens:,} tokens on {self.offer.name}"
         )
         limit = "" if question.within is None else f" within {duration(question.within)}"
         if not self.best:
@@ -90,37 +63,51 @@ class Serving:
             count, one = min(self.best.items(), key=lambda found: found[1].seconds)
             assert question.within is not None, "without a limit the fastest is chosen"
             return (
-                f"{what}: no number of GPUs up to {question.gpus} gives the {question.waits_for}{limit}; at best it "
+                f"{what}: no number of GPUs up to {question.gpus} gives the {self.waits_for}{limit}; at best it "
                 f"takes {duration(one.seconds)}, {one.seconds / question.within:.3g} times the limit, on "
                 f"{plural(count, 'GPU')} with {one.parallel.name} [modelled]."
             )
         one, costs = self.best[gpus], self.costs(gpus)
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
-            f"{question.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
+            f"{self.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
             f"{f', {costs} for 1e6 tokens' if costs else ''} [modelled]."
         )
 
     def cost(self, gpus: int) -> float:
         """The price of 1e6 tokens on this number of GPUs; the GPU hours if the offer has no price."""
-        price = self.question.offer.price
+        price = self.offer.price
         return 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR * (1.0 if price is None else price)
 
     def costs(self, gpus: int) -> str:
         """Cost and energy of 1e6 tokens, as text; "" where the machine has neither."""
-        offer, watts = self.question.offer, self.question.offer.machine.watts
+        offer, watts = self.offer, self.offer.machine.watts
         hours = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR
         found = [] if offer.price is None else [f"{digits(self.cost(gpus))} {CURRENCY}"]
         return " and ".join([*found, *([] if watts is None else [f"{digits(hours * watts / 1000)} kWh"])])
 
     def describe_miss(self, gpus: int) -> str:
         """How much memory is lacking on this number of GPUs, and what takes most of it, in words."""
-        one, has = self.misses[gpus], self.question.offer.machine.memory or 0
-        category = max(one.memory, key=lambda name: one.memory[name])
-        return (
-            f"on {plural(gpus, 'GPU')} {one.parallel.name} lacks {size(one.bytes - has)} beside the {size(has)} of "
-            f"each; most of its memory is {category}"
-        )
+        return f"on {plural(gpus, 'GPU')} {self.misses[gpus].parallel.name} needs {self.misses[gpus].lacks}"
+
+    @property
+    def launches(self) -> list[tuple[str, str]]:
+        """(what it serves how fast, its command or "") of each engine; [] if nothing is chosen.
+
+        They have no `cp`, and a server is on one host here: it is the fastest such spread.
+        """
+        question, gpus = self.question, self.chosen
+        one = next((self.plain[count] for count in sorted(self.plain, reverse=True) if count <= (gpus or 0)), None)
+        if gpus is None or one is None:
+            return [(f"{engine.name}: no server without cp on one host fits", "") for engine in ENGINES if gpus]
+        split = max(self.best[gpus].parallel.cp, one.parallel.tp // question.model.kv_heads) > 1
+        each = f", by this command for each of {one.parallel.dp} groups" if one.parallel.dp > one.parallel.ep else ""
+        words, found = f"{one.parallel.name} in {duration(one.seconds)} [modelled]{each}", list[tuple[str, str]]()
+        for engine in ENGINES:
+            line = command(engine, question.model, question.tokens, one.parallel)
+            said = words if line else "no option for these products in 8 bits"
+            found.append((f"{engine.name}: {said}{f'. It splits {engine.splits}' if split else ''}", line))
+        return found
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -133,7 +120,7 @@ class Serving:
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
                 line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
-                rows.append((*line, self.costs(gpus).partition(" and ")[0]))
+                rows.append((*line, self.costs(gpus).replace(" and ", ", ")))
             elif one := self.misses.get(gpus):
                 rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
@@ -142,50 +129,54 @@ class Serving:
     def record(self) -> dict[str, Any]:
         """The answer as plain data: seconds and bytes."""
         question = self.question
-        names = ("phase", "tokens", "gpus", "users", "within")
+        names = ("phase", "tokens", "gpus", "batch", "within")
         return {
             "question": {
                 "model": question.model.name,
-                "machine": question.offer.name,
+                "machine": self.offer.name,
                 **{name: getattr(question, name) for name in names},
-                **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks")},
+                **{name: getattr(question.software, name) for name in ("dtype", "fp8", "fp8_blocks", "fp8_cache")},
             },
             "verdict": self.verdict,
             "chosen": self.chosen,
             "best": {
                 str(gpus): {
-                    **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp")},
+                    **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp", "ep")},
                     **{name: getattr(one, name) for name in ("seconds", "parts", "memory", "plan")},
-                    "cost of 1e6 tokens": None if question.offer.price is None else self.cost(gpus),
+                    "cost of 1e6 tokens": self.costs(gpus),
                 }
                 for gpus, one in self.best.items()
             },
+            "launch": [line for _, line in self.launches if line],
             "does not fit": {str(gpus): self.describe_miss(gpus) for gpus in self.misses},
             "kind": "modelled",
         }
 
 
-def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: None) -> Serving:
+def serve(question: Question, offer: Offer, tell: Listener = lambda done, count, what: None) -> Serving:
     """Find the best way to serve on each number of GPUs.
 
     Raises InvalidInput if nothing fits, and no way to split all GPUs into cp x dp x tp can be simulated.
     """
     best: dict[int, ModelEstimate] = {}
     misses: dict[int, ModelEstimate] = {}
+    plain: dict[int, ModelEstimate] = {}
     refused = set[str]()
     phase = prefill if question.phase == "prefill" else decode
     for done, gpus in enumerate(question.counts):
         tell(done, len(question.counts), plural(gpus, "GPU"))
         found = []
-        for parallel in list_spreads(question, gpus):
+        for parallel in list_spreads(question, offer.machine, gpus):
             try:
-                found.append(phase(question.model, question.offer.machine, question.tokens, parallel))
+                found.append(phase(question.model, offer.machine, question.tokens, parallel))
             except RingAttentionError as error:
                 refused.add(str(error))
         fitting = [one for one in found if one.fits is not False]
         if fitting:
             least = min(one.seconds for one in fitting)
             best[gpus] = min((x for x in fitting if x.seconds <= least * (1 + EQUAL)), key=lambda x: x.bytes)
+            if whole := [x for x in fitting if starts(offer.machine, x.parallel)]:
+                plain[gpus] = min(whole, key=lambda x: (x is not best[gpus], x.seconds))
         elif found:
             misses[gpus] = min(found, key=lambda one: one.bytes)
     if not best and question.gpus not in misses:
@@ -193,21 +184,25 @@ def serve(question: ServingQuestion, tell: Listener = lambda done, count, what: 
         raise InvalidInput(
             f"no cp x dp x tp of {question.gpus} GPUs serves {question.model.name}{why}; try another number of GPUs"
         )
-    return Serving(question, best, misses)
+    return Serving(question, offer, best, misses, plain)
 
 
-def list_spreads(question: ServingQuestion, gpus: int) -> Iterator[Parallel]:
+def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:
     """Every way to split `gpus` GPUs into cp x dp x tp, with equally many sequences in each of the dp groups.
 
-    tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head.
+    tp stays within a node; with fewer key/value heads than tp, ranks hold copies of a head. Experts are whole in each
+    dp group, or shared by as many ranks as divide them: in a decode by those of different sequences.
     """
-    model, machine = question.model, question.offer.machine
+    model, users = question.model, question.batch or 1
     for tp in divisors(gpus):
         if tp > machine.ranks_per_node or (model.kv_heads % tp and tp % model.kv_heads):  # ranks may share a head
             continue
         for cp in divisors(gpus // tp):
             dp = gpus // (tp * cp)
-            if question.users % dp or cp > question.tokens:
+            if users % dp or cp > question.tokens:
                 continue
             schedule = "auto" if cp <= LARGE else "ring"
-            yield Parallel(cp, dp, tp, rows=question.users // dp, schedule=schedule, software=question.software)
+            shared = gcd(model.experts - model.shared, dp if question.phase == "decode" else cp * dp)
+            for ep in sorted({1, shared}):
+                options: dict[str, Any] = {"schedule": schedule, "software": question.software}
+                yield Parallel(cp, dp, tp, ep, rows=users // dp, **options)

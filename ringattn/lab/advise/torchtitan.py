@@ -59,7 +59,7 @@ def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     """The same parallelism as torchtitan would run it.
 
     torchtitan gathers all keys before the attention. Its checkpointing can neither save only the output of attention
-    nor offload activations to the host: both become "full", which computes each layer to its end again.
+    nor offload activations to the host: these become "full", which computes each layer to its end again.
     """
     rows, asked = parallel.rows // parallel.count * ceil(tokens / parallel.cp), parallel.software
     same = {name: getattr(asked, name) for name in ("dtype", "fp8", "fp8_blocks", "hides_exchanges")}
@@ -67,7 +67,7 @@ def as_torchtitan(tokens: int, parallel: Parallel) -> Parallel:
     return replace(
         parallel,
         schedule="allgather" if parallel.cp > 1 else parallel.schedule,
-        checkpointing="full" if parallel.on_host or parallel.checkpointing == "attention" else parallel.checkpointing,
+        checkpointing=parallel.checkpointing if parallel.checkpointing in ("none", "selective") else "full",
         software=software,
     )
 

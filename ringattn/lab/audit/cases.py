@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from .kit import Case
+from .kit import NUMBERS, Case
 
 #: Tokens of each rank: more than 64, the tile of many kernels; several of the largest tiles; and few, for many calls.
 ROWS, TILES, FEW = 72, 320, 12
-#: The parts of a mask that are numbers of tokens.
-NUMBERS = ("window", "padding", "left", "sinks")
 
 
 def list_cases(ranks: int) -> Iterator[Case]:
@@ -19,6 +17,9 @@ def list_cases(ranks: int) -> Iterator[Case]:
     tokens, few, most = ROWS * ranks, FEW * ranks, tuple(range(1, ranks))
     at_borders = (5, ROWS - 5, 1, ROWS // 2, tokens - 3 * ROWS // 2 - 1)
     across = (5, ROWS, 1, tokens - ROWS - 26, 20)
+
+    together: dict[str, Any] = {"window": ROWS + 29, "sinks": 2, "documents": across, "softcap": 1.5, "scale": 0.5}
+    together["sink_logits"] = True
 
     def causal(**mask: Any) -> dict[str, Any]:
         return {"mask": {"causal": True, **mask}}
@@ -32,11 +33,12 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "window and sinks": causal(window=7, sinks=2),
         "documents": causal(documents=across),
         "two-way documents": {"mask": {"documents": at_borders}},
-        "padding on the right": {"mask": {"padding": 5}},
-        "padding on the left": causal(left=5),
+        "padding on the right": {"batch": 2, "mask": {"padding": 5}},
+        "padding on the left": {"batch": 2, **causal(left=5)},
         "softcap": causal(softcap=1.5),
         "learned sinks": causal(sink_logits=True),
         "scale": causal(scale=0.5),
+        "all of these at once": {"batch": 2, "heads": 4, "ways": ("offered",), **causal(**together)},
         "large logits": {"ways": ("large",), "calls": 3},
         "a component that all keys share": {"ways": ("shared",)},
         "several tiles": {"tokens": TILES * ranks, "heads": 1, "kv_heads": 1, "calls": 1},
@@ -50,7 +52,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "ranks without tokens": {"tokens": ranks - 1},
         "bfloat16": {"dtype": "bfloat16"},
         "float64": {"dtype": "float64"},
-        "dropout": {"tokens": few, "heads": 16, "kv_heads": 16, "head_dim": few, "calls": 1, **causal(dropout=0.5)},
+        "dropout": {"tokens": few, "heads": 16, "kv_heads": 16, "head_dim": few, **causal(dropout=0.5)},
         "log-sum-exp": {"ways": ("lse",)},
         "gradient of log-sum-exp": {"ways": ("lse", "dlse")},
         "no gradients": {"ways": ("no_grad",)},

@@ -15,6 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from math import inf
 from threading import RLock
 from time import monotonic
@@ -26,6 +27,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
+#: An exact tensor, the largest error and mean square to accept, and the scale of both.
+Answer = tuple[Tensor, tuple[float, float], float]
 #: Verdicts, the worst last, and those that make an audit fail.
 VERDICTS = ("exact", "not offered", "refused", "rounded", "too slow", "crash", "hang", "wrong")
 FAILURES = ("wrong", "hang", "crash", "too slow")
@@ -34,8 +37,11 @@ FAILURES = ("wrong", "hang", "crash", "too slow")
 TIMES, TIMES_16, ROUNDING, ROUNDING_16 = 8.0, 4.0, 32.0, 0.5
 #: The fewest entries of a tensor whose mean error is known well enough to judge.
 ENOUGH = 256
-#: Different inputs of a case that calls more often; and the calls after which no call may keep another tensor.
+#: Different problems of a case that calls more often; and the calls after which no call may keep another tensor.
 DISTINCT, WARM = 4, 50
+#: The parts of a mask that are numbers of tokens; these and other numbers change from call to call.
+NUMBERS = ("window", "padding", "left", "sinks")
+VARIED = (*NUMBERS, "scale", "softcap")
 #: Errors by which a library refuses a call, and these with those that count as crashes; any other ends the rank.
 REFUSALS = (NotImplementedError, ValueError)
 ERRORS = (
@@ -53,8 +59,8 @@ class Case:
     share of the tokens; without any, all ranks share one. `ways` may contain: large (logits beyond the range of exp),
     shared (so by a component that all keys have), lse (also return lse), dlse (with its gradient), no_grad, no_dk (keys
     need no gradient), twice (run a second backward), crossed (all forwards, then all backwards), strided (views),
-    checkpoint, compile, differ (rank 1 has another dtype), cache (the first call has a prompt, each later one the next
-    token), and bits (1 to 4 ranks give the same bits).
+    checkpoint, compile, offered (without keywords that the target has not), differ (rank 1 has another dtype), cache
+    (the first call has a prompt, each later one the next token), and bits (1 to 4 ranks give the same bits).
     """
 
     feature: str
@@ -78,13 +84,40 @@ class Case:
         return needed | {name for way, name in (("lse", "return_lse"), ("cache", "cache")) if way in self.ways}
 
     @property
-    def real(self) -> tuple[int, int]:
-        """(first, end) of the tokens that are not padding."""
-        return self.mask.get("left", 0), self.tokens - self.mask.get("padding", 0)
+    def different(self) -> int:
+        """How many problems the calls have in turn."""
+        return 1 if "cache" in self.ways else min(self.calls, DISTINCT)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def pose(self, call: int, number: int) -> tuple[Case, list[Tensor], dict[str, Answer]]:
+        """The problem of a call of a group, see `split`; features with the same one share it."""
+        ways = tuple(way for way in self.ways if way in ("large", "shared", "strided", "dlse", "differ"))
+        return _pose(replace(self, feature="", ways=ways, calls=1, groups=()), call, number)
+
+    def at(self, call: int) -> Case:
+        """The case of a call: every second one has documents in reverse order, and other numbers in its mask."""
+        other = {name: value + 1 for name, value in self.mask.items() if name in VARIED}
+        if "documents" in self.mask:
+            other["documents"] = self.mask["documents"][::-1]
+        return replace(self, mask={**self.mask, **other}) if call % 2 else self
+
+    def ends(self, row: int) -> tuple[int, int]:
+        """(first, end) of the tokens of a row of the batch that are not padding; each row has more."""
+        return self.mask.get("left", 0) * (row + 1), self.tokens - self.mask.get("padding", 0) * (row + 1)
 
     def is_real(self, rows: Tensor) -> Tensor:
-        """For token indices `rows`, whether each is not padding."""
-        return (rows >= self.real[0]) & (rows < self.real[1])
+        """bool [B, rows]: for token indices `rows`, whether each is not padding."""
+        ends = [self.ends(row) for row in range(self.batch)]
+        return torch.stack([(rows >= first) & (rows < end) for first, end in ends])
+
+    def split(self, world: int) -> list[tuple[Sequence[int], int, Case]]:
+        """(ranks, number, case) of each process group; groups of one number have the same inputs."""
+        if "bits" in self.ways:
+            return [(range(many), 0, self) for many in range(1, min(world, 4) + 1)]
+        groups = [*enumerate(self.groups or (range(world),))]
+        return [(ranks, i, replace(self, tokens=self.tokens * len(ranks) // world)) for i, ranks in groups]
 
 
 @dataclass(frozen=True)
@@ -138,7 +171,7 @@ def place_rows(target: Callable[..., Any], tokens: int, rank: int, ranks: int) -
 
 
 def see(case: Case) -> Tensor:
-    """bool [tokens, keys]: which keys (columns) each query (row) attends."""
+    """bool [B or 1, 1, tokens, keys]: which keys (columns) each query (row) attends."""
     mask, place = case.mask, torch.arange(case.keys or case.tokens, device="cpu")
     distance = torch.arange(case.tokens, device="cpu")[:, None] - place
     seen = torch.ones(distance.shape, dtype=torch.bool, device="cpu")
@@ -151,7 +184,7 @@ def see(case: Case) -> Tensor:
         lengths = torch.tensor(mask["documents"], device="cpu")
         number = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
         seen &= number[:, None] == number
-    return seen if case.keys else seen & case.is_real(place)
+    return seen[None, None] if case.keys else seen & case.is_real(place)[:, None, None]
 
 
 def make_inputs(case: Case, call: int = 0, group: int = 0) -> list[Tensor]:
@@ -160,7 +193,7 @@ def make_inputs(case: Case, call: int = 0, group: int = 0) -> list[Tensor]:
     Each call of each group has its own. With dropout, v is the unit matrix, so that out contains every attention
     weight. The gradients are 0 for padding.
     """
-    source = torch.Generator().manual_seed(zlib.crc32(f"{case.feature} {call} {group}".encode()))
+    source = torch.Generator().manual_seed(zlib.crc32(f"{call} {group}".encode()))
     many, width, keys = (case.batch, case.heads, case.tokens), case.value_dim or case.head_dim, case.keys or case.tokens
     few = (case.batch, case.kv_heads, keys)
     made: Any = {"dtype": torch.float64, "device": "cpu"}
@@ -173,65 +206,93 @@ def make_inputs(case: Case, call: int = 0, group: int = 0) -> list[Tensor]:
     if "shared" in case.ways:  # a part of +120 or -120 in all logits of a row
         sign = 1 - 2 * (torch.arange(case.tokens, device="cpu") % 2)
         k[..., 0], q[..., 0] = k[..., 0] + 40, 3 * case.head_dim**0.5 * sign
+    if "strided" in case.ways:
+        grad[:] = grad[..., :1]
     if case.mask.get("dropout"):
         v = torch.eye(case.tokens, **made).expand(v.shape).clone()
-    for x in (grad, grad_lse):
-        x[:, :, ~case.is_real(torch.arange(case.tokens, device="cpu"))] = 0.0
-    return [x.to(getattr(torch, case.dtype)).double() for x in (q, k, v, grad, grad_lse)]
-
-
-def attend_exactly(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, kernel: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Dense attention: (out [B, H, N, D], lse [B, H, N]) of q [B, H, N, D] and k, v [B, K, N, D], in their dtype.
-
-    Rows that see no key have out 0. `keep` [B, H, N, N] is 1 / (1 - p) for weights that dropout kept, and 0 for dropped
-    ones. With `kernel`, a dtype, this errs as a kernel that accumulates in fp32 does: by a rounding of the largest
-    logit in the log-sum-exp that it merges and stores, and in 16 bits by those of weights, gradients of scores, and
-    out. With a decay, weights are scores times its power of the distance, as in a recurrent layer.
-    """
-    group, seen, decay = case.heads // case.kv_heads, see(case).to(q.device), case.mask.get("decay")
-    scores = q @ k.repeat_interleave(group, 1).mT * (case.mask.get("scale") or case.head_dim**-0.5)
-    if cap := case.mask.get("softcap"):
-        scores = cap * torch.tanh(scores / cap)
-    logits = scores.masked_fill(~seen, float("-inf"))
-    if case.mask.get("sink_logits"):
-        sinks = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(q)[:, None, None].expand(*scores.shape[:3], 1)
-        logits = torch.cat([logits, sinks], -1)
-    lse = logits.logsumexp(-1)
-    if kernel is not None:
-        sign = 1 - 2 * (torch.arange(lse.shape[2], device=lse.device) % 2)
-        lse = lse + sign * torch.finfo(torch.float32).eps * scores.detach().abs().masked_fill(~seen, 0.0).amax(-1)
-    weights = (logits - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()[..., : k.shape[2]]
-    if decay is not None:
-        place = torch.arange(case.tokens, device=q.device)
-        weights = (scores * decay ** (place[:, None] - place).clamp(min=0).to(q)).masked_fill(~seen, 0.0)
-    weights = weights if keep is None else weights * keep
-    small = kernel is not None and kernel.itemsize == 2
-    if small:
-        weights = weights + (weights.to(kernel).to(q) - weights).detach()
-    out = weights @ v.repeat_interleave(group, 1)
-    if small:  # the backward reads the rounded out
-        lost, off = (out - out.to(kernel).to(q)).detach(), list[Tensor]()
-        out.register_hook(lambda grad: off.append((grad * lost).sum(-1, keepdim=True)))
-        scores.register_hook(lambda grad: (grad + weights.detach() * off.pop()).to(kernel).to(q))
-    return out, lse
+    padding = ~case.is_real(torch.arange(case.tokens, device="cpu"))[:, None]
+    inputs = (q, k, v, grad.masked_fill(padding[..., None], 0.0), grad_lse.masked_fill(padding, 0.0))
+    return [x.to(getattr(torch, case.dtype)).double() for x in inputs]
 
 
 def solve(
     case: Case, inputs: Sequence[Tensor], dtype: torch.dtype = torch.float64, keep: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv of a case, as fp64: exact ones, or in another dtype as a kernel on one device errs."""
-    kernel = None if dtype == torch.float64 else dtype
-    dtype = torch.float32 if kernel else dtype
-    *qkv, grad, grad_lse = (x.to(dtype) for x in inputs)
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out, lse = attend_exactly(case, leaves[0], leaves[1], leaves[2], None if keep is None else keep.to(dtype), kernel)
-    out = out.masked_fill(~see(case).any(-1)[:, None], 0.0)
-    ends = ((out, lse), (grad, grad_lse)) if "dlse" in case.ways else ((out,), (grad,))
-    found = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(ends[0], leaves, ends[1])), strict=True))
-    found = {name: x.to(kernel or dtype) for name, x in found.items()}
-    return {name: x.detach().double() for name, x in {**found, "lse": lse}.items()}
+    """out, lse, dq, dk and dv of dense attention, as fp64: exact ones, or as a kernel of another dtype errs.
+
+    Rows that see no key have out 0. `keep` [B, H, N, N] is 1 / (1 - p) for weights that dropout kept, and 0 for dropped
+    ones. A kernel accumulates in fp32; it errs by a rounding of the largest logit in the log-sum-exp that it merges and
+    stores, and in 16 bits by those of weights, gradients of scores, and results. With `decay`, a number, weights are
+    scores times its power of the distance, as in a recurrent layer; with `taps`, the tap of the distance, as in a
+    convolution.
+    """
+    exact, mask, seen, share = dtype == torch.float64, case.mask, see(case), case.heads // case.kv_heads
+    q, k, v, grad, grad_lse = (x if exact else x.float() for x in inputs)
+    keys, values = (x.repeat_interleave(share, 1) for x in (k, v))
+    scale, slope = mask.get("scale") or case.head_dim**-0.5, torch.ones((), dtype=q.dtype, device="cpu")
+    scores = q @ keys.mT * scale
+    if cap := mask.get("softcap"):
+        bent = torch.tanh(scores / cap)
+        scores, slope = cap * bent, 1 - bent**2
+    logits = scores.masked_fill(~seen, -inf)
+    if mask.get("sink_logits"):
+        sinks = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(q)[:, None, None].expand(*scores.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
+    lse = logits.logsumexp(-1)
+    if not exact:
+        sign = 1 - 2 * (torch.arange(lse.shape[2], device="cpu") % 2)
+        lse = lse + sign * torch.finfo(torch.float32).eps * scores.abs().masked_fill(~seen, 0.0).amax(-1)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).to(x) if dtype.itemsize == 2 else x
+
+    weights = (logits[..., : k.shape[2]] - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    dropped = torch.ones_like(slope) if keep is None else keep.to(q)
+    if "decay" in mask or "taps" in mask:
+        place = torch.arange(case.tokens, device="cpu")
+        distance = (place[:, None] - place).clamp(min=0)
+        by = [mask["decay"] ** i if "decay" in mask else 0.0 for i in range(case.tokens)]
+        by[: len(mask.get("taps", ()))] = mask.get("taps", ())
+        factors = torch.tensor(by, dtype=q.dtype, device="cpu")[distance] * seen
+        weights = scores * factors if "decay" in mask else factors.expand_as(scores)
+    used = rounded(weights * dropped)
+    out = rounded(used @ values)
+    slopes = grad @ values.mT * dropped
+    if "decay" in mask or "taps" in mask:
+        slopes = slopes * factors * ("decay" in mask)
+    else:
+        more = grad_lse[..., None] if "dlse" in case.ways else 0.0
+        slopes = weights * (slopes - (grad * out).sum(-1, keepdim=True) + more)
+    slopes = rounded(slopes) * slope * scale
+    found = {"out": out, "dq": slopes @ keys, "dk": slopes.mT @ q, "dv": used.mT @ grad}
+    found |= {name: found[name].unflatten(1, (-1, share)).sum(2) for name in ("dk", "dv")}
+    return {name: x.double() for name, x in {**{name: rounded(x) for name, x in found.items()}, "lse": lse}.items()}
+
+
+@lru_cache(512)
+def _pose(case: Case, call: int, group: int) -> tuple[Case, list[Tensor], dict[str, Answer]]:
+    case = case.at(call)
+    inputs, unknown = make_inputs(case, call, group), "differ" in case.ways or bool(case.mask.get("dropout"))
+    return case, inputs, {} if unknown else compare_dtypes(case, inputs)
+
+
+def compare_dtypes(case: Case, inputs: Sequence[Tensor], keep: Tensor | None = None) -> dict[str, Answer]:
+    """By tensor: the exact one, the tolerance of a call in the dtype of `ruler`, and the scale of both."""
+    exact, alone, answer = solve(case, inputs, keep=keep), solve(case, inputs, ruler(case), keep), dict[str, Answer]()
+    padding = ~case.is_real(torch.arange(case.tokens, device="cpu"))[:, None]
+    for name, right in exact.items():
+        if name in ("out", "lse"):  # what rows of padding return does not matter, as their cotangent is 0
+            for x in (right, alone[name]):
+                x.masked_fill_(padding if name == "lse" else padding[..., None], 0.0)
+        scale = (float(_finite(right).abs().max()) if right.numel() else 0.0) or 1.0
+        kind = torch.float32 if name == "lse" else ruler(case)
+        answer[name] = right, find_tolerance(alone[name], right, kind, scale), scale
+    return answer
+
+
+def ruler(case: Case) -> torch.dtype:
+    """The dtype that tolerances are for: the exact result has fp64 itself, whose calls may err as those in fp32 do."""
+    return torch.float32 if case.dtype == "float64" else getattr(torch, case.dtype)
 
 
 def find_tolerance(
@@ -318,90 +379,72 @@ def check_tensor(name: str, x: object, shape: Sequence[int], dtype: torch.dtype 
 
 
 def prepare(target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
-    """Make the inputs and exact results of a case; returns a function that calls the target and compares. Collective.
+    """Make the groups and exact results of a case; returns a function that calls the target and compares. Collective.
 
     Every call has other inputs, and the gradient of the output is random.
     """
-    if "bits" in case.ways:
-        return _prepare_bits(target, case, device)
-    world = dist.get_world_size()
-    groups = [dist.new_group([*ranks]) for ranks in case.groups] or [dist.group.WORLD]
-    for number, (ranks, group) in enumerate(zip(case.groups or (range(world),), groups, strict=True)):
+    trials = list[Attempt]()
+    for ranks, number, part in case.split(dist.get_world_size()):
+        group = dist.new_group([*ranks]) if case.groups or "bits" in case.ways else dist.group.WORLD
         if dist.get_rank() in ranks:
-            return _Attempt(target, replace(case, tokens=case.tokens * len(ranks) // world), device, group, number).run
-    return lambda: Verdict("exact", tolerance=1.0)  # this rank is in no group
+            trials.append(Attempt(target, part, device, group, number))
+    if "bits" in case.ways:
+        return lambda: _compare_bits(trials, "same_bits" in accepts(target))
+    return trials[0].run if trials else lambda: Verdict("exact", tolerance=1.0)  # this rank is in no group
 
 
-class _Attempt:
+class Attempt:
     """A case on this rank, in the group of a number."""
 
     def __init__(self, target: Callable[..., Any], case: Case, device: torch.device, group: Any, number: int) -> None:
         self.target, self.case, self.device, self.group = target, case, device, group
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.dtype, self.takes = getattr(torch, case.dtype), accepts(target)
+        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.prompt, self.cache = case.tokens - (case.calls - 1 if "cache" in case.ways else 0), dict[Any, Any]()
-        self.row_sets = [place_rows(target, self.prompt, i, ranks) for i in range(ranks)]
-        self.rows, self.key_rows = self.row_sets[rank], place_rows(target, case.keys or self.prompt, rank, ranks)
+        self.row_sets = [place_rows(target, self.prompt, i, self.ranks) for i in range(self.ranks)]
+        self.rows, self.key_rows = self.row_sets[rank], place_rows(target, case.keys or self.prompt, rank, self.ranks)
         self.given = torch.float64 if "differ" in case.ways and rank == 1 else self.dtype
-        # The exact result has fp64 itself: what a call in fp64 may err follows from the error of one in fp32.
-        self.ruler = torch.float32 if self.dtype == torch.float64 else self.dtype
-        different = 1 if "cache" in case.ways else min(case.calls, DISTINCT)
-        self.problems = [make_inputs(case, call, number) for call in range(different)]
-        known = "differ" not in case.ways and not case.mask.get("dropout")
-        self.answers = [self.answer(inputs) for inputs in self.problems] if known else []
+        self.problems = [case.pose(call, number) for call in range(case.different)]
+        #: By problem: what its first call returned, and the verdict on it. By call: which weights dropout kept.
+        self.known, self.kept = dict[int, tuple[dict[str, Tensor], Verdict]](), list[Tensor]()
 
-    def answer(self, inputs: Sequence[Tensor], keep: Tensor | None = None) -> dict[str, Any]:
-        """By tensor: (the exact one, the tolerance of a call in the ruler's dtype, the scale of both)."""
-        exact, alone, answer = solve(self.case, inputs, keep=keep), solve(self.case, inputs, self.ruler, keep), {}
-        for name, right in exact.items():
-            scale = float(_finite(right).abs().max()) if right.numel() else 0.0
-            kind = torch.float32 if name == "lse" else self.ruler
-            answer[name] = right, find_tolerance(alone[name], right, kind, scale or 1.0), scale or 1.0
-        return answer
+    def wrap(self) -> Callable[..., Any]:
+        """The target in the group, perhaps compiled or in a checkpoint."""
 
-    def prepare_call(self) -> Callable[..., tuple[Any, Any]]:
-        """The call of the target with the case's keywords; returns (out, lse or None)."""
-        case, rows = self.case, self.rows
-        keywords = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding", "left")}
-        if "padding_mask" in case.needs:
-            keywords["padding_mask"] = (~case.is_real(rows)).expand(case.batch, -1).to(self.device)
-        if case.mask.get("sink_logits"):
-            keywords["sink_logits"] = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(self.device)
-        if "lse" in case.ways:
-            keywords["return_lse"] = True
-        if "bits" in case.ways and "same_bits" in accepts(self.target):
-            keywords["same_bits"] = True
-        if "cache" in case.ways:
-            keywords["cache"] = self.cache
+        def attend(*qkv: Tensor, **given: Any) -> Any:
+            return self.target(*qkv, group=self.group, **given)
 
-        def attend(*qkv: Tensor) -> tuple[Any, Any]:
-            result = self.target(*qkv, group=self.group, **keywords)
-            if isinstance(result, tuple) and len(result) != 2:
-                raise WrongError(f"the target returned {len(result)} values, not out or (out, lse)")
-            return result if isinstance(result, tuple) else (result, None)
-
-        if "compile" in case.ways:
+        if "compile" in self.case.ways:
             set_lock = getattr(vars(torch.hub)["tqdm"], "set_lock", None)
             if set_lock is not None:
                 set_lock(RLock())  # the default is a semaphore between processes, which would outlive this one
-            from torch._dynamo.backends.debugging import aot_eager  # by name, torch imports every backend there is
+            # By name, torch imports every backend there is; the partitioner of `aot_eager` imports all of Inductor.
+            from torch._dynamo.backends.debugging import aot_eager_default_partitioner
 
-            return torch.compile(attend, backend=aot_eager)
-        if "checkpoint" in case.ways:
-            return lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False)
-        return attend
+            return torch.compile(attend, backend=aot_eager_default_partitioner)
+        return partial(checkpoint, attend, use_reentrant=False) if "checkpoint" in self.case.ways else attend
+
+    def spell(self, case: Case) -> dict[str, Any]:
+        """The keyword arguments of a call."""
+        given = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding", "left")}
+        if "padding_mask" in case.needs:
+            given["padding_mask"] = ~case.is_real(self.rows).to(self.device)
+        if case.mask.get("sink_logits"):
+            given["sink_logits"] = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(self.device)
+        options = {"return_lse": ("lse", True), "same_bits": ("bits", True), "cache": ("cache", self.cache)}
+        return given | {name: x for name, (way, x) in options.items() if way in self.case.ways and name in self.takes}
 
     def run(self) -> Verdict:
         """Make all calls of the case; returns the worst verdict. No rank leaves early, as others would wait for it."""
-        case, call, verdicts = self.case, self.prepare_call(), list[Verdict]()
+        case, call, verdicts = self.case, self.wrap(), list[Verdict]()
         trials = [self.attempt(call, turn) for turn in range(case.calls)]
-        if "crossed" in case.ways:
-            for trial in trials:
-                next(trial)
-        for turn, trial in enumerate(trials):
-            verdicts += [one for one in trial if one is not None]
-            if turn == WARM:
-                gc.freeze()  # what is alive now is not looked at
+        # A forward, a backward, a comparison, and the end. A few calls are compared after the last one, which may have
+        # overwritten what they returned.
+        for stages in (1, 1, 2) if "crossed" in case.ways else (4,) if case.calls > WARM else (2, 2):
+            for turn, trial in enumerate(trials):
+                verdicts += [one for _ in range(stages) if (one := next(trial, None)) is not None]
+                if turn == WARM:
+                    gc.freeze()  # what is alive now is not looked at
         worst, more, kept = choose(verdicts), case.calls - WARM, 0
         if more > 0:
             gc.collect()
@@ -413,67 +456,79 @@ class _Attempt:
             return worst
         return replace(worst, why=f"{worst.why}, in call {verdicts.index(worst) + 1} of {case.calls}")
 
-    def attempt(self, call: Callable[..., tuple[Any, Any]], turn: int) -> Iterator[Verdict | None]:
-        """Call the target with the inputs of this turn; yields None, and after the backward the verdict."""
-        case, ways, grads_on = self.case, self.case.ways, "no_grad" not in self.case.ways
-        number, rows, key_rows = turn % len(self.problems), self.rows, self.key_rows
+    def attempt(self, call: Callable[..., Any], turn: int) -> Iterator[Verdict | None]:
+        """Call the target with the inputs of a turn; yields None after forward and backward, and then the verdict."""
+        number, ways, rows, key_rows = turn % len(self.problems), self.case.ways, self.rows, self.key_rows
         if "cache" in ways and turn:  # one token, the same on all ranks
             rows = key_rows = torch.tensor([self.prompt + turn - 1], device="cpu")
-        q, k, v, grad, grad_lse = self.problems[number]
-        made = [q[:, :, rows], *(x[:, :, key_rows] for x in (k, v)), grad[:, :, rows]]
-        passed = [x.to(self.given).to(self.device) for x in (*made, grad_lse[:, :, rows])]
-        if "strided" in ways:
+        case, (q, k, v, grad, grad_lse), answers = self.problems[number]
+        made = [q[:, :, rows], *(x[:, :, key_rows] for x in (k, v)), grad[:, :, rows], grad_lse[:, :, rows]]
+        passed = [x.to(self.given).to(self.device) for x in made]
+        if "strided" in ways and turn % 2:  # as of a projection
+            passed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in passed]
+        elif "strided" in ways:
             passed = [torch.stack([x, x], -1)[..., 0] for x in passed]
-        copies = [x.clone() for x in passed]
+            passed[3] = passed[3][..., :1].expand_as(passed[3])  # as of a sum
+        copies, grads_on = [x.clone() for x in passed], "no_grad" not in ways
         for i, x in enumerate(passed[:3]):
             x.requires_grad_(grads_on and not ("no_dk" in ways and i == 1))
         with torch.set_grad_enabled(grads_on):
-            out, lse = call(*passed[:3])
+            result = call(*passed[:3], **self.spell(case))
         yield None
         if "differ" in ways:
             yield Verdict("wrong", "no rank raised an error, although rank 1 has another dtype", "out")
             return
+        if isinstance(result, tuple) and len(result) != 2:
+            raise WrongError(f"the target returned {len(result)} values, not out or (out, lse)")
+        out, lse = result if isinstance(result, tuple) else (result, None)
         check_tensor("out", out, (*made[0].shape[:3], v.shape[3]), self.dtype)
         found = {"out": out.detach()}
         if "lse" in ways:
             check_tensor("lse", lse, out.shape[:3])
             found["lse"] = lse.detach()
-        if wanted := {f"d{name}": x for name, x in zip("qkv", passed[:3], strict=True) if x.requires_grad}:
-            ends = [out], [passed[3]]
-            if "dlse" in ways:
-                if not lse.requires_grad:
-                    yield Verdict("not offered", "its log-sum-exp has no gradient")
-                    return
-                ends = [out, lse], [passed[3], passed[4].to(lse.dtype)]
-            for again in (True, False) if "twice" in ways else (False,):
-                grads = torch.autograd.grad(ends[0], [*wanted.values()], ends[1], retain_graph=again)
-            found |= dict(zip(wanted, grads, strict=True))
-        keep = self.find_dropped(out) if case.mask.get("dropout") else None
-        answer = self.answers[number] if keep is None else self.answer(self.problems[number], keep)
+        if "dlse" in ways and not lse.requires_grad:
+            yield Verdict("not offered", "its log-sum-exp has no gradient")
+            return
+        ends = {out: passed[3], lse: passed[4].to(lse.dtype)} if "dlse" in ways else {out: passed[3]}
+        found |= self.differentiate({f"d{name}": x for name, x in zip("qkv", passed[:3], strict=True)}, ends)
+        yield None
         named = zip(("q", "k", "v", "the gradient of out"), passed, copies, strict=False)
-        changed = [name for name, x, copy in named if not torch.equal(x, copy)]
-        verdicts = [Verdict("wrong", f"{name} was changed by the call", name) for name in changed]
-        for name, ours in found.items():
-            verdicts.append(self.check(name, ours, key_rows if name in ("dk", "dv") else rows, *answer[name]))
-        yield choose(verdicts)
+        verdicts = [Verdict("wrong", f"{name} was changed", name) for name, x, old in named if not torch.equal(x, old)]
+        first, verdict = self.known.get(number, ({}, None))
+        if verdict is None or any(not torch.equal(x, first[name]) for name, x in found.items()):
+            if case.mask.get("dropout"):
+                answers = compare_dtypes(case, self.problems[number][1], self.find_dropped(case, out))
+            places = {name: key_rows if name in ("dk", "dv") else rows for name in found}
+            verdict = choose([self.check(case, name, x, places[name], *answers[name]) for name, x in found.items()])
+        if "cache" not in ways:
+            self.known.setdefault(number, ({name: x.clone() for name, x in found.items()}, verdict))
+        yield choose([*verdicts, verdict])
+
+    def differentiate(self, leaves: dict[str, Tensor], ends: dict[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The gradients of those leaves that need one, from results with their gradients, by one or two backwards."""
+        wanted, grads = {name: x for name, x in leaves.items() if x.requires_grad}, tuple[Tensor, ...]()
+        unused: dict[str, Any] = dict.fromkeys(("allow_unused", "materialize_grads"), "taps" in self.case.mask)
+        for again in (True, False) if "twice" in self.case.ways else (False,):
+            if wanted:
+                given = [*ends], [*wanted.values()], [*ends.values()]
+                grads = torch.autograd.grad(*given, retain_graph=again, **unused)
+        return dict(zip(wanted, grads, strict=True))
 
     def check(
-        self, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float], scale: float
-    ) -> Verdict:
+        self, case: Case, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float],
+        scale: float,
+    ) -> Verdict:  # fmt: skip
         """The verdict on one tensor of this rank."""
-        if name in ("out", "lse"):  # what rows of padding return does not matter, as their cotangent is 0
-            real = self.case.is_real(rows)
-            ours, rows = ours[:, :, real.to(ours.device)], rows[real]
-        ratio = 1.0 if name == "lse" else torch.finfo(self.dtype).eps / torch.finfo(self.ruler).eps
+        if name in ("out", "lse"):
+            padding = ~case.is_real(rows).to(ours.device)[:, None]
+            ours = ours.masked_fill(padding if name == "lse" else padding[..., None], 0.0)
+        ratio = 1.0 if name == "lse" else torch.finfo(self.dtype).eps / torch.finfo(ruler(case)).eps
         return check(name, ours, exact[:, :, rows], allowed, rows, scale, ratio)
 
-    def find_dropped(self, out: Tensor) -> Tensor:
+    def find_dropped(self, case: Case, out: Tensor) -> Tensor:
         """1 / (1 - p) for each weight that dropout kept, [B, H, N, N]: the outputs of all ranks show them."""
-        case, sets = self.case, self.row_sets
-        whole = torch.zeros(case.batch, case.heads, case.tokens, case.tokens, dtype=torch.float64, device=out.device)
-        whole[:, :, self.rows.to(out.device)] = out.detach().double()
-        dist.all_reduce(whole)
-        seen, shown, share = see(case), whole.cpu(), 1 - case.mask["dropout"]
+        whole, sets = self.gather(out, self.rows, case.tokens), self.row_sets
+        seen, shown, share = see(case)[0, 0], whole.cpu(), 1 - case.mask["dropout"]
         kept = (shown != 0) & seen
         found = float(kept.sum() / (seen.sum() * case.batch * case.heads))
         first = kept[:, :, :, 0]
@@ -484,55 +539,38 @@ class _Attempt:
             raise WrongError("dropout is the same in all heads")
         if float(same.double().mean()) > 0.9:
             raise WrongError("ranks drop the same weights of their rows")
+        self.kept.append(kept)
+        if len(self.kept) > 1 and torch.equal(*self.kept[-2:]):
+            raise WrongError("two calls drop the same weights")
         return kept.double() / share
 
-
-class _BitsAttempt(_Attempt):
-    """Keeps the results of all ranks, by name, in `bits`."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.bits: dict[str, Tensor] = {}
-
-    def check(
-        self, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float], scale: float
-    ) -> Verdict:
-        whole = torch.zeros(*ours.shape[:2], exact.shape[2], *ours.shape[3:], dtype=ours.dtype, device=ours.device)
-        whole[:, :, rows.to(ours.device)] = ours
+    def gather(self, x: Tensor, rows: Tensor, tokens: int) -> Tensor:
+        """The rows of all ranks of the group, [B, H, tokens, ...], with their bits. Collective."""
+        whole = torch.zeros(*x.shape[:2], tokens, *x.shape[3:], dtype=x.dtype, device=x.device)
+        whole[:, :, rows.to(x.device)] = x.detach()
         dist.all_reduce(whole.view(torch.uint8), group=self.group)
-        self.bits[name] = whole
-        return super().check(name, ours, rows, exact, allowed, scale)
+        return whole
 
 
-def _prepare_bits(target: Callable[..., Any], case: Case, device: torch.device) -> Callable[[], Verdict]:
-    """`prepare` for groups of one rank, two ranks, and so on up to four, which all get the same whole inputs.
+def _compare_bits(trials: Sequence[Attempt], promised: bool) -> Verdict:
+    """The verdict on groups of one rank, two ranks, and so on up to four, which all have the same whole inputs.
 
     Other bits are wrong if the target has an argument `same_bits`, which promises them; else the verdict is "rounded".
     """
-    trials, rank = dict[int, _BitsAttempt](), dist.get_rank()
-    for many in range(1, min(dist.get_world_size(), 4) + 1):
-        group = dist.new_group([*range(many)])
-        if rank < many:
-            trials[many] = _BitsAttempt(target, case, device, group, 0)
-
-    def compare() -> Verdict:
-        promised, verdicts = "same_bits" in accepts(target), [Verdict("exact", tolerance=1.0)]
-        first: dict[str, Tensor] | None = None  # the results of the smallest number of ranks that has some
-        for many, trial in trials.items():  # ranks of smaller groups go on as well, for those of larger ones
-            one = judge(trial.run)
-            if one.verdict in ("refused", "crash") and not promised:
-                one = Verdict("not offered", f"on {many} ranks: {one.why}")
-            verdicts.append(one)
-            if rank or one.verdict in ("not offered", "refused", "crash"):
-                continue  # rank 0 alone is in all groups
-            first = trial.bits if first is None else first
-            for name, bits in trial.bits.items():
-                if not torch.equal(bits.view(torch.uint8), first[name].view(torch.uint8)):
-                    why = f"{name} has other bits on {many} ranks than on fewer"
-                    verdicts.append(Verdict("wrong" if promised else "rounded", why, name))
-        return choose(verdicts)
-
-    return compare
+    verdicts, first = [Verdict("exact", tolerance=1.0)], dict[str, Tensor]()
+    for trial in trials:  # ranks of smaller groups go on as well, for those of larger ones
+        one = judge(trial.run)
+        if one.verdict in ("refused", "crash") and not promised:
+            one = Verdict("not offered", f"on {trial.ranks} ranks: {one.why}")
+        verdicts.append(one)
+        for name, x in trial.known[0][0].items() if trial.known else ():
+            bits = trial.gather(x, trial.key_rows if name in ("dk", "dv") else trial.rows, trial.case.tokens)
+            # Rank 0 alone is in all groups; the first has the smallest number of ranks that gave a result.
+            other = [y.view(torch.uint8) for y in (bits, first.setdefault(name, bits))]
+            if not dist.get_rank() and not torch.equal(*other):
+                why = f"{name} has other bits on {trial.ranks} ranks than on fewer"
+                verdicts.append(Verdict("wrong" if promised else "rounded", why, name))
+    return choose(verdicts)
 
 
 def run_script(prepare: Callable[..., Any], case: Case, ranks: int, backend: str, seconds: float = 600.0) -> None:

@@ -27,20 +27,19 @@ def make_batch(case: Case, words: int, seed: int = 2) -> dict[str, Tensor]:
         places = torch.cat([torch.arange(b - a, device="cpu") for a, b in find_spans(case)])
         return {"input_ids": ids, "position_ids": places.expand_as(ids)}
     real = case.is_real(torch.arange(case.tokens, device="cpu"))
-    return {"input_ids": ids} if real.all() else {"input_ids": ids, "attention_mask": real.long().expand_as(ids)}
+    return {"input_ids": ids} if real.all() else {"input_ids": ids, "attention_mask": real.long()}
 
 
-def find_spans(case: Case) -> list[tuple[int, int]]:
+def find_spans(case: Case, row: int = 0) -> list[tuple[int, int]]:
     """(first, end) of each sequence within a row: its documents, or all tokens that are not padding."""
     ends = [*accumulate(case.mask.get("documents", ()))]
-    return [*pairwise([0, *ends])] or [case.real]
+    return [*pairwise([0, *ends])] or [case.ends(row)]
 
 
 def _cotangent(case: Case, like: Tensor) -> Tensor:
     """Random [B, N, classes], 0 on padding."""
     grad = torch.randn(like.shape, generator=torch.Generator().manual_seed(3), device="cpu").to(like)
-    grad[:, : case.real[0]] = grad[:, case.real[1] :] = 0
-    return grad
+    return grad.masked_fill(~case.is_real(torch.arange(case.tokens, device="cpu"))[..., None].to(grad.device), 0.0)
 
 
 class Tested:
@@ -69,9 +68,12 @@ class Tested:
             model.set_attn_implementation("eager")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the default takes no fp64
-        parts = [model(ids[:, a:b], **options) for a, b in find_spans(case)]
-        logits = torch.cat([getattr(part, "logits", part) for part in parts], 1)
-        return model, torch.nn.functional.pad(logits, (0, 0, case.mask.get("left", 0), case.mask.get("padding", 0)))
+        rows = []
+        for row, spans in enumerate(find_spans(case, i) for i in range(case.batch)):
+            parts = [model(ids[row : row + 1, a:b], **options) for a, b in spans]
+            logits = torch.cat([getattr(part, "logits", part) for part in parts], 1)
+            rows.append(torch.nn.functional.pad(logits, (0, 0, spans[0][0], case.tokens - spans[-1][1])))
+        return model, torch.cat(rows)
 
     def compute(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
         """Logits and gradients of one process, as fp64."""
@@ -110,14 +112,18 @@ class Tested:
         (local * _cotangent(case, exact[0])[:, rows].to(local)).sum().backward()
         found = [local.detach()]
         for parameter in _trained(model).values():
-            found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            dist.all_reduce(found[-1])
+            grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if hasattr(grad, "full_tensor"):  # FSDP has taken the mean over the ranks
+                found.append(grad.full_tensor() * ranks)
+            else:
+                dist.all_reduce(grad)
+                found.append(grad)
         # All gradients share a tolerance, as small ones inherit the rounding of large ones.
         scale = max(float(x.abs().max()) for x in exact[1:])
         pairs = zip(alone[1:], exact[1:], strict=True)
         allowed = max(find_tolerance(x, right, dtype, scale, TIMES)[0] for x, right in pairs), inf
-        real, largest = case.is_real(rows), float(exact[0].abs().max())
-        rows, shown, near = rows[real], found[0][:, None, real.to(device)], exact[0][:, None]
+        largest, padding = float(exact[0].abs().max()), ~case.is_real(rows).to(device)[..., None]
+        shown, near = found[0].masked_fill(padding, 0.0)[:, None], exact[0][:, None]
         least = find_tolerance(alone[0], exact[0], dtype, largest, TIMES)
         verdicts = [check("logits", shown, near[:, :, rows], least, rows, largest)]
         for name, mine, right in zip(_trained(model), found[1:], exact[1:], strict=True):

@@ -113,9 +113,16 @@ def check(name: str, ranks: int, cases: Sequence[Case], model: str | None = None
                 Tested(make).forward(cases[0], torch.float32)
         except ERRORS as error:
             raise InvalidInput(f"model={model}: one process cannot run it: {first_words(error)}") from None
-    dtype, decays = getattr(target, "dtype", DTYPES[0]), accepts(target).get("decay")
+    dtype, takes = getattr(target, "dtype", DTYPES[0]), accepts(target)
+    cases = [
+        replace(case, mask={name: x for name, x in case.mask.items() if name in takes})
+        if "offered" in case.ways
+        else case
+        for case in cases
+    ]
     cases = [replace(case, dtype=dtype) if case.dtype == DTYPES[0] else case for case in cases]
-    return [replace(one, mask={**one.mask, "decay": 0.9}) if decays and "causal" in one.mask else one for one in cases]
+    more = {name: x for name, x in (("decay", 0.9), ("taps", (0.5, -1.0, 2.0, 0.25))) if takes.get(name)}
+    return [replace(one, mask={**one.mask, **more}) if "causal" in one.mask else one for one in cases]
 
 
 def read_known(path: str | None) -> set[str]:

@@ -144,16 +144,23 @@ def audit(
     hang, or one is too slow to tell. If interrupted, yields the findings so far, and then raises the interruption.
     """
     cases = check(target, ranks, cases, model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _, number, part in (one for case in cases if model is None for one in case.split(ranks)):
+        for call in range(part.different):
+            part.pose(call, number)  # once, for all ranks
+    torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         path, told = Path(folder, "findings"), list[str]()
         while cases and told[-2:] != ["hang"] * 2 and told[-1:] != ["too slow"]:
             save(path, [], "")
             limit, failure = len(cases) * SLOW * patience + 600.0, None
-            compiles = any("compile" in case.ways for case in cases)
-            needed = "torch._dynamo.backends.debugging" if compiles else "torch.fx.experimental.symbolic_shapes"
+            needed = [__name__, "torch.fx.experimental.symbolic_shapes"]
+            if any("compile" in case.ways for case in cases):
+                needed += ["torch._dynamo.backends.debugging", "torch._inductor.debug"]
             given = (target, cases, patience, model, partial(save, path))
             try:
-                run_local(work, ranks, *given, timeout=limit, threads=1, warm=[__name__, needed])
+                run_local(work, ranks, *given, timeout=limit, threads=1, warm=needed)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
             found, begun = read(path)
@@ -295,7 +302,9 @@ class _Rank:
             progress_stream().write(f"audit: {case.feature}\n")
         takes = accepts(self.target)
         lacks = [] if self.is_model else [f"no argument {name}" for name in case.needs - takes.keys()]
-        lacks += [f"always {name}" for name in ("causal", "decay") if takes.get(name) and name not in case.needs]
+        lacks += [
+            f"always {name}" for name in ("causal", "decay", "taps") if takes.get(name) and name not in case.needs
+        ]
         if lacks:
             missing = Verdict("not offered", ", ".join(sorted(lacks)))
             return self.report(case.feature, Finding(case, case, [missing] * self.ranks))

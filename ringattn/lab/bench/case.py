@@ -56,6 +56,11 @@ class Ratio:
     target: float | None = None
     work: float = 1.0
 
+    @property
+    def label(self) -> str:
+        """The name of the ratio in records."""
+        return f"{self.over} / {self.under}" + ("" if self.work == 1.0 else f" x {self.work:.4g}")
+
 
 @dataclass(frozen=True)
 class BenchCase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 from ...text import duration, size
@@ -89,11 +90,13 @@ def _choose(cases: list[CaseRecord], suite: BenchSuite | None) -> tuple[str, Row
 
 
 def _label(case: CaseRecord) -> str:
-    return str(case["case"]).replace("_", " ")
+    """The name of a case, with the unit of its link's rate."""
+    name, rate = str(case["case"]), case["settings"].get("rate")
+    return name.removesuffix(f"_{rate}").replace("_", " ") + (f", {rate:,} Mbit/s" if rate else "")
 
 
 def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> Plot:
-    """Groups of horizontal bars with whiskers from minimum to maximum."""
+    """Groups of horizontal bars that end in a dot, with whiskers from minimum to maximum."""
     series: dict[str, list[tuple[float, Bar]]] = {name: [] for bars in rows.values() for name in bars}
     places, at = [], 0.0
     for bars in rows.values():
@@ -104,9 +107,9 @@ def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> P
     values = [bar[0] for bars in rows.values() for bar in bars.values()]
     log = (reference is not None or show is duration) and max(values) > 8 * min(values) > 0
     start = reference if log and reference is not None else 0.0
-    with drawing(1.0 + 0.13 * at + 0.17 * (len(series) + 1) // 2) as figure:
+    with drawing(1.2 + 0.15 * at + 0.17 * len(series)) as figure:
         axes: Any = figure.subplots()
-        for number, (name, mine) in enumerate(series.items()):
+        for color, (name, mine) in zip(cycle(COLOURS), series.items(), strict=False):
             spread = [[mid - low for _, (mid, low, _) in mine], [high - mid for _, (mid, _, high) in mine]]
             axes.barh(
                 [y for y, _ in mine],
@@ -114,10 +117,12 @@ def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> P
                 left=start,
                 xerr=spread if any(map(any, spread)) else None,
                 height=0.85,
-                color=COLOURS[number % len(COLOURS)],
+                color=color,
                 error_kw={"elinewidth": 0.7, "ecolor": "#808080"},
                 label=name,
             )
+            # Also where a bar from 1 has no length.
+            axes.plot([bar[0] for _, bar in mine], [y for y, _ in mine], "o", markersize=3, color=color)
         if log:
             axes.set_xscale("log")
         if reference is not None:
@@ -126,6 +131,7 @@ def _draw_bars(title: str, rows: Rows, show: Show, reference: float | None) -> P
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(lambda value, place: show(value))
         axes.xaxis.set_minor_formatter(lambda value, place: "")
-        axes.set_xlabel(f"{title}, {'log scale' if log else 'from 0'}")
+        meaning = "" if reference is None else "\nabove 1: the second is faster"
+        axes.set_xlabel(f"{title}, {'log scale' if log else 'from 0'}{meaning}")
         axes.grid(alpha=0.25, axis="x")
         return Plot(title, to_svg(figure, title))

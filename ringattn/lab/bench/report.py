@@ -29,6 +29,8 @@ SETTINGS = (
 )
 #: The warning if cases measured different versions of the code.
 MIXED = "The code changed during this run: its cases measured different versions. Run it again."
+#: A machine is busy if other processes use more than this share of its cores beside a case.
+BUSY = 0.1
 #: The beginning of the index of a folder of results.
 INDEX = (
     "# Results\n\n"
@@ -52,11 +54,29 @@ class BenchReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings for the reader: that the code changed during the run (`MIXED`), and how many cases are missing."""
+        """Warnings for the reader: `MIXED`, the machine was busy, targets were lowered, cases are missing."""
         warnings = [MIXED] if self.record["mixed"] else []
+        if max(self._others.values(), default=0.0) > BUSY * self.record["machine"]["cores"]:
+            warnings.append(f"The machine was busy. {self.load}")
+        judged = (one for case in self.record["cases"] for one in (*case.get("ratios", ()), *get_summary(case)))
+        if eased := sum(bool(one.get("met")) and "was" in one for one in judged):
+            warnings.append(f"{eased} reached it only since the target was lowered, after this run.")
         if (done := len(self.record["cases"])) < self.record["planned"]:
             warnings.append(f"Incomplete: {done} of {self.record['planned']} cases; measure the others: {self.command}")
         return warnings
+
+    @property
+    def load(self) -> str:
+        """How much other processes worked beside the cases, as a sentence."""
+        if not self._others:
+            return "How busy the machine was is not recorded."
+        case, cores = max(self._others, key=lambda case: self._others[case]), self.record["machine"]["cores"]
+        return f"Other processes used at most {self._others[case]:.2f} of {plural(cores, 'core')}, beside {case}."
+
+    @property
+    def _others(self) -> dict[str, float]:
+        """Cores that other processes used beside each case."""
+        return {case["case"]: case["others"] for case in self.record["cases"] if "others" in case}
 
     @property
     def conclusion(self) -> str | None:
@@ -182,12 +202,13 @@ def _ratios(title: str, cases: list[CaseRecord]) -> ReportTable:
             ratio["ratio"],
             *(Cell(f"{ratio[x]:.3f}", ratio[x]) for x in ("median", "min", "max")),
             "" if ratio["target"] is None else f">= {ratio['target']:.3g}",
+            f">= {ratio['was']:.3g}" if ratio.get("was") else "",
             MET[ratio["met"]],
         ]
         for case in cases
         for ratio in case.get("ratios", ())
     ]
-    return _without_empty(title, ["case", "ratio", "median", "min", "max", "target", "met"], rows)
+    return _without_empty(title, ["case", "ratio", "median", "min", "max", "target", "target of the run", "met"], rows)
 
 
 def _formulas(title: str, cases: list[CaseRecord]) -> ReportTable:
@@ -293,9 +314,34 @@ def _without_empty(title: str, header: Sequence[str], rows: list[list[str]]) -> 
     return ReportTable([header[i] for i in kept], [[row[i] for i in kept] for row in rows], title)
 
 
+def read_report(results: Path) -> BenchReport:
+    """The report of stored results, which are judged by today's targets. Raises InvalidInput.
+
+    What missed the target of its run, which has changed since, has it as "was".
+    """
+    record = read_results(results)
+    suite, cases = SUITES.get(record["suite"]), record["cases"]
+    has_targets = any(ratio["target"] for case in cases for ratio in case.get("ratios", ()))
+    if suite is None or not (has_targets or any("target" in case["settings"] for case in cases)):
+        return BenchReport(record)
+    today = {case.name: case for case in suite.cases()}
+    for case in (case for case in cases if case["case"] in today):
+        now = today[case["case"]]
+        targets = {ratio.label: ratio.target for ratio in now.ratios}
+        for ratio in case.get("ratios", ()):
+            was, target = ratio["target"], targets.get(ratio["ratio"], ratio["target"])
+            if was != target and target is not None:
+                ratio |= {"target": target, "met": ratio["median"] >= target, **({} if ratio["met"] else {"was": was})}
+        if "target" in case["settings"] and "summary" in case and now.summarise is not None:
+            was, case["settings"]["target"] = now.summarise(case), now.settings["target"]
+            eased = not was["met"] and was["target"] != now.settings["target"]
+            case["summary"] = {**now.summarise(case), **({"was": was["target"]} if eased else {})}
+    return BenchReport(record)
+
+
 def write_page(results: Path, target: Path) -> BenchReport:
     """Write the page of stored results; returns their report. Raises InvalidInput."""
-    report = BenchReport(read_results(results))
+    report = read_report(results)
     write_text(target, render_page(__package__ or "", "bench.j2", {"report": report}))
     return report
 
@@ -348,7 +394,7 @@ def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
     newest: dict[tuple[str, str], tuple[str, str, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         try:
-            report = BenchReport(read_results(path))
+            report = read_report(path)
         except InvalidInput as error:  # perhaps written by another version
             newest[path.name, ""] = "", str(error), path
             continue

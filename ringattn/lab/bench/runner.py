@@ -70,13 +70,24 @@ def run_suite(
             left = _estimate(cases, journal.records)
             columns = ", ".join(column.name for column in case.columns)
             tell(f"{case.name} ({number} of {len(cases)}{left}): {columns}")
-            start = time.perf_counter()
+            start, before = time.perf_counter(), others_seconds()
             record = run_case(case, header, journal.records)
             if "failed" in record:
                 tell(f"{case.name} {record['failed']['class']}: {record['failed']['message'].splitlines()[-1]}")
             took = {"took": time.perf_counter() - start, "source": source()}
+            if before is not None and (after := others_seconds()) is not None:
+                took["others"] = max(after - before, 0.0) / took["took"]
             journal.add(case.name, {**record, **took})
     return journal.path
+
+
+def others_seconds() -> float | None:
+    """Seconds that the cores have worked for others than this process and its ended children; None if nobody counts."""
+    counts = Path("/proc/stat")
+    if not counts.exists():
+        return None
+    user, nice, system, _, _, *others = map(int, counts.read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def make_header(
@@ -367,9 +378,8 @@ def summarise_case(case: BenchCase, raw: list[dict[str, Any]]) -> CaseRecord:
             continue
         values = [over / under * ratio.work for over, under in zip(times[ratio.over], times[ratio.under], strict=True)]
         met = None if ratio.target is None else median(values) >= ratio.target
-        label = f"{ratio.over} / {ratio.under}" + ("" if ratio.work == 1.0 else f" x {ratio.work:.4g}")
         record["ratios"].append(
-            {"ratio": label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
+            {"ratio": ratio.label, "rounds": values, **_spread(values), "target": ratio.target, "met": met}
         )
     return {**record, "summary": case.summarise(record)} if case.summarise else record
 

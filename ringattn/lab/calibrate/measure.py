@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from ...kernels.base import Kernel
 from ...machine.machine import Machine
 from ...simulator.timing.rates import MERGE_PASSES, own_bytes
 from ...simulator.timing.simulation import simulate
+from ...text import duration
 from . import kernels
 from .fits import Sample, fit_calls, fit_interference, fit_kernel_times, fit_link
 from .measuring_ranks import MeasuringRanks, Settings, TimedBytes, count_turns
@@ -112,23 +114,29 @@ class Calibration:
     passes: list[Pass]
 
 
-def calibrate(ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]) -> Calibration:
-    """Measure the kernels, merges, links, overlap and whole forwards and backwards of this machine. Collective.
+def calibrate(
+    ranks: MeasuringRanks, settings: Settings, base: Machine, tell: Callable[[str], None]
+) -> Iterator[Callable[[], Calibration]]:
+    """Measure the kernels, merges, links, overlap and whole forwards and backwards of this machine, in rounds.
 
+    Yields after each round a function that fits all rounds so far, which raises InvalidInput if they are too few.
     Numbers that are not measured come from `base`. A single process measures only kernels and merges. `tell` receives a
-    text with what is being measured, in each round. Raises InvalidInput, and Unsupported if the kernel cannot compute
-    the dtype.
+    text before each round. Collective. Raises Unsupported if the kernel cannot compute the dtype.
     """
     probe = torch.zeros((1, settings.heads, 1, settings.head_dim), dtype=settings.torch_dtype, device=ranks.device)
     kernel = get_kernel(settings.kernel, probe, probe, probe).single()
     if ranks.device.type == "cpu" and ranks.nodes == 1:  # a link between nodes does not slow down with the cores
         ranks.keep_pace(kernels.make_reference(kernel, settings, ranks.device))
     cases = list_cases(settings.rows, ranks.size) if ranks.size > 1 else []
-    rounds = []
+    rounds: list[Round] = []
+    begun = time.perf_counter()
     for number in ranks.rounds(settings):
-        tell(f"round {number + 1} of at least {settings.repeat}; a round can take minutes")
+        passed = time.perf_counter() - begun
+        left = max((settings.repeat - number) * passed / number, settings.seconds - passed) if number else 0.0
+        after = f"about {duration(left)} left" if number else "a round can take minutes"
+        tell(f"round {number + 1} of {'at least ' * (settings.seconds > 0)}{settings.repeat}; {after}")
         rounds.append(Round.measure(ranks, kernel, settings, cases, first=not number))
-    return _fit(ranks, settings, join(rounds), cases, base)
+        yield partial(_fit, ranks, settings, join(rounds), cases, base)
 
 
 def _fit(

@@ -43,6 +43,8 @@ class LayerAttention:
     buffers: int
     #: Layout, schedule and solver, in words.
     plan: str
+    #: Seconds of visits of the busiest rank in a forward / their mean over ranks.
+    imbalance: float = 1.0
     #: By how many seconds the host takes longer to start a forward, and a backward, than the rank takes to run it.
     late: tuple[float, float] = (0.0, 0.0)
     #: Seconds of a forward that is computed again.
@@ -52,6 +54,10 @@ class LayerAttention:
         """The attention of a layer that computes this one `times` times in turn, and keeps so many bytes meanwhile."""
         late, buffers = (times * self.late[0], times * self.late[1]), self.buffers + kept
         return replace(self, forward=times * self.forward, backward=times * self.backward, late=late, buffers=buffers)
+
+    def scaled(self, factor: float) -> LayerAttention:
+        """The attention of sequences with `factor` times the pairs."""
+        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     def queued(self, forward: float, backward: float = 0.0, again: float = 0.0) -> LayerAttention:
         """The attention where the rest of the layer takes these seconds, in which the host starts calls ahead."""
@@ -88,7 +94,8 @@ def attention_of_layers(
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": parallel.cp, "schedule": parallel.schedule}
     sizes |= {"batch": parallel.rows, "dtype": parallel.software.dtype}
     queries = chunk or tokens
-    attend = partial(_attend, chunk=queries, layout=parallel.layout, documents=parallel.documents, **sizes)
+    documents = parallel.lengths(tokens)
+    attend = partial(_attend, chunk=queries, layout=parallel.layout, documents=documents, **sizes)
     if model.latent is None:
         weights = tuple((window, count // common) for window, count in windows.items())
         pieces, heads = parallel.pieces(model), model.heads // tp
@@ -102,7 +109,7 @@ def attention_of_layers(
     costs = LayerCosts(model, machine, parallel, 1)
     last = (tokens - 1) % queries + 1
     seen, attended = (
-        count_pairs(one, tokens, parallel.documents) - (count_pairs(one, tokens - last) if last < tokens else 0)
+        count_pairs(one, tokens, documents) - (count_pairs(one, tokens - last) if last < tokens else 0)
         for one in (None, model.chosen)
     )
     found = {}
@@ -188,7 +195,8 @@ def _causal(window: int | None, documents: tuple[int, ...] = ()) -> Pattern:
 @lru_cache(maxsize=4096)
 def count_pairs(window: int | None, tokens: int, documents: tuple[int, ...] = ()) -> int:
     """How many (query, key) pairs one head of a layer with this window computes, also in packed documents."""
-    return sum(_causal(window).count(range(length), range(length)) for length in documents or (tokens,))
+    beyond = ((length, max(length - (window or length), 0)) for length in documents or (tokens,))
+    return sum((length * (length + 1) - hidden * (hidden + 1)) // 2 for length, hidden in beyond)
 
 
 @lru_cache(maxsize=4096)
@@ -220,5 +228,7 @@ def _attend(
         planned = f"{layout if 'q_layout' in cut else plan.layout.name}, {plan.schedule} ({passes[0].solver})"
         late = passes[0].exposed["host"], passes[-1].exposed["host"] if backward else 0.0
         seconds = passes[0].seconds - late[0], passes[-1].seconds - late[1] if backward else 0.0
-        layers.append(LayerAttention(*seconds, buffers, planned, late))
+        one = passes[0]
+        imbalance = 1 + (one.exposed["imbalance"] / one.compute if one.compute else 0.0)
+        layers.append(LayerAttention(*seconds, buffers, planned, imbalance, late))
     return layers

@@ -16,7 +16,7 @@ from .config import ModelConfig
 from .layer import RESERVED, LayerCosts, ModelEstimate, memory_bandwidth
 from .parallel import Parallel
 
-#: Bytes of a weight of a layer in 8 bits.
+#: Bytes of a weight of a layer, or of a number of a key or a value, in 8 bits.
 FP8 = 1
 #: Bytes of the score and the position of a key that a rank proposes.
 CANDIDATE = 8
@@ -53,8 +53,6 @@ def prefill(
 def _check(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> ModelConfig:
     """The model with its weights as they are stored. Raises InvalidInput."""
     parallel.check(model, machine, tokens)
-    if parallel.ep > 1:
-        raise InvalidInput(f"ep={parallel.ep}: expert parallelism is modelled for training only; leave ep out")
     if not parallel.software.fp8:
         return model
     item = ITEM_BYTES[parallel.software.dtype]
@@ -89,6 +87,7 @@ def _prefill(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
             **costs.products(model.layers),
             "logits": costs.logits(parallel.rows),
             "tp": model.layers * costs.exchanges,
+            "ep": model.expert_layers * costs.dispatch,
         },
         memory=memory,
         parallel=parallel,
@@ -130,6 +129,7 @@ def decode(
             "absorbing": model.having["a"] * costs.expand(batch),
             "logits": costs.logits(),
             "tp": model.layers * costs.exchanges,
+            "ep": model.expert_layers * costs.dispatch,
             "merging over cp": merging * seconds,
             "starts": model.layers * KERNELS * KERNEL_START if machine.kernel_rates is not None else 0.0,
         },
@@ -152,13 +152,18 @@ def _attend(costs: LayerCosts, kept: list[int]) -> float:
         heads, dim, _ = latent.index or (0, 0, 0)
         flops = 2.0 * (costs.heads * (2 * latent.rank + latent.rope) * chosen + heads * dim * tokens)
     rate = costs.machine.matmul or costs.machine.flops
-    return costs.parallel.rows * max(costs.item * moved / memory_bandwidth(costs.machine), flops / rate)
+    return costs.parallel.rows * max(_kept_item(costs) * moved / memory_bandwidth(costs.machine), flops / rate)
 
 
 def _kept_numbers(costs: LayerCosts) -> int:
     """The numbers that a rank keeps of a token in a layer; every tp rank has whole latents."""
     latent = costs.model.latent
     return 2 * costs.kv_heads * costs.model.head_dim if latent is None else latent.kept
+
+
+def _kept_item(costs: LayerCosts) -> int:
+    """Bytes of one of these numbers."""
+    return FP8 if costs.software.fp8_cache else costs.item
 
 
 def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
@@ -168,9 +173,12 @@ def _memory(costs: LayerCosts, kept: int, rows: int) -> dict[str, int]:
     state = 0 if one is None else one.heads * one.keys * one.values * STATE_ITEM
     # A head of keys and values that several ranks hold is stored on each of them.
     copied = (costs.kv_heads - model.kv_heads / tp) * 2 * model.head_dim * model.hidden * model.having["a"]
+    elsewhere = model.layers * model.routed * (1 - 1 / costs.parallel.ep) * (model.mlp_item or costs.item)
     return {
         "states": rows * model.having["r"] * state // tp,
-        "weights": ceil(model.stored_bytes(costs.item) / tp + (model.attention_item or costs.item) * copied),
-        "keys and values": rows * kept * _kept_numbers(costs) * costs.item,
+        "weights": ceil(
+            (model.stored_bytes(costs.item) - elsewhere) / tp + (model.attention_item or costs.item) * copied
+        ),
+        "keys and values": rows * kept * _kept_numbers(costs) * _kept_item(costs),
         "reserved": int(RESERVED * (costs.machine.memory or 0)),
     }

@@ -11,6 +11,7 @@ from math import ceil, inf
 from ...dtypes import ITEM_BYTES
 from ...errors import InvalidInput
 from ...machine.machine import Machine
+from ...text import size
 from .config import ModelConfig
 from .parallel import SHARDS, Parallel, Software
 
@@ -423,7 +424,7 @@ class LayerCosts:
         chosen, one = model.experts_per_token, model.recurrence
         columns = chosen * ((2 if model.gated else 1) + more) * model.mlp if "m" in kind else 0
         columns += 2 * chosen * model.hidden if model.experts > 1 and "m" in kind else 0
-        tile = min(self.rows, model.hidden) if self.parallel.on_host else self.rows
+        tile = min(self.rows, model.hidden) if self.parallel.trains_on_host else self.rows
         rest = (2 + 2 * more) * model.hidden * (1 if len(kind) > 1 else 0.5) // tp
         inputs = self.heads * model.head_dim + self.kv_heads * (model.head_dim + model.value_dim)
         rest += inputs // self.parallel.pieces(model) if "a" in kind else 0
@@ -493,6 +494,13 @@ class ModelEstimate:
     def tokens_per_second(self) -> float:
         """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
+
+    @property
+    def lacks(self) -> str:
+        """How much more than the memory of a GPU it needs, and what takes most of it, as text."""
+        has, most = self.machine.memory or 0, max(self.memory, key=lambda name: self.memory[name])
+        more = f"{size(self.bytes - has)} more than the {size(has)} there are"
+        return f"{more}, most of it {most}, {size(self.memory[most])}"
 
     @property
     def fits(self) -> bool | None:

@@ -11,13 +11,14 @@ from ...errors import InvalidInput
 from ...machine.machine import Machine
 from ...text import did_you_mean
 from .config import ModelConfig
+from .packing import Lognormal, draw
 
 #: What a layer saves for its backward: everything; its input and the outputs of attention and of every second
-#: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "host": its input, in
-#: the memory of the host, as are gradients and the optimizer's states, and the MLP computes one tile of rows after
-#: another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value heads
-#: after another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
-CHECKPOINTING = ("none", "selective", "attention", "full", "host", "heads")
+#: product, as torchtitan's "selective op"; its input and the output of attention; only its input. "offload": its input,
+#: in the memory of the host. "host": as are gradients and the optimizer's states, and the MLP computes one tile of rows
+#: after another (ALST, arXiv:2506.13996). "heads": the same, and a rank computes attention for one of its key/value
+#: heads after another, each from its projections to its output (headwise chunks: UPipe, arXiv:2602.21196).
+CHECKPOINTING = ("none", "selective", "attention", "full", "offload", "host", "heads")
 #: What the dp x cp ranks hold in shards: ZeRO 0, 1, 2 and 3.
 SHARDS = ("none", "optimizer", "gradients", "weights")
 
@@ -32,6 +33,8 @@ class Software:
     fp8: bool = False
     #: Whether each block of 128 weights or inputs has its own scale in 8 bits, or else each tensor.
     fp8_blocks: bool = False
+    #: Whether keys and values are kept in 8 bits for the tokens to come.
+    fp8_cache: bool = False
     #: Rank of the adapters beside each matrix of frozen weights (LoRA); None: all weights are trained.
     lora: int | None = None
     #: Whether norms, rotary positions, gates and the loss are fused; if not, each of their steps is a kernel.
@@ -84,8 +87,8 @@ class Parallel:
     micro_batches: int | None = None
     #: Parts of the layers that each stage holds.
     interleaved: int = 1
-    #: Tokens of each document that is packed in a sequence; (): one document.
-    documents: tuple[int, ...] = ()
+    #: Tokens of each document that is packed in a sequence, or their distribution; (): one document.
+    documents: tuple[int, ...] | Lognormal = ()
 
     def __post_init__(self) -> None:
         for name in ("cp", "dp", "tp", "ep", "rows", "pp", "micro_batches", "interleaved"):
@@ -123,16 +126,25 @@ class Parallel:
     @property
     def recomputes_all(self) -> bool:
         """Whether a backward computes attention again."""
-        return self.on_host or self.checkpointing == "full"
+        return self.checkpointing == "full" or self.uses_host
 
     @property
-    def on_host(self) -> bool:
-        """Whether layers' inputs, gradients and the optimizer's states are in the memory of the host."""
+    def uses_host(self) -> bool:
+        """Whether inputs of layers are in the memory of the host."""
+        return self.checkpointing == "offload" or self.trains_on_host
+
+    @property
+    def trains_on_host(self) -> bool:
+        """Whether gradients and the optimizer's states are in the memory of the host, too."""
         return self.checkpointing in ("host", "heads")
 
     def pieces(self, model: ModelConfig) -> int:
         """In how many pieces a rank computes the attention of a layer: each of one key/value head, or all at once."""
         return max(model.kv_heads // self.tp, 1) if self.checkpointing == "heads" else 1
+
+    def lengths(self, tokens: int, sequence: int = 0) -> tuple[int, ...]:
+        """Tokens of each document in a sequence of `tokens`, all packed alike unless drawn; (): one document."""
+        return draw(self.documents, tokens, sequence) if isinstance(self.documents, Lognormal) else self.documents
 
     @property
     def count(self) -> int:
@@ -161,10 +173,10 @@ class Parallel:
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
         self._check_checkpoints(model, machine)
-        if self.documents and sum(self.documents) != tokens:
+        if self.documents and (given := sum(self.lengths(tokens))) != tokens:
             raise InvalidInput(
-                f"documents: their {sum(self.documents):,} tokens do not fill a sequence of {tokens:,}; give the "
-                f"rest as one more document, or tokens={sum(self.documents)}"
+                f"documents: their {given:,} tokens do not fill a sequence of {tokens:,}; give the rest as one more "
+                f"document, or tokens={given}"
             )
         if self.software.lora is not None and self.software.lora < 1:
             raise InvalidInput(f"lora={self.software.lora}: the rank must be at least 1; try lora=16")
@@ -202,11 +214,10 @@ class Parallel:
                 f"fp8=true: {machine.preset or 'this machine'} has no rate for 8-bit products; leave fp8 out, or "
                 "give machine.matmul_fp8="
             )
-        if self.on_host and machine.host_bandwidth is None:
-            name = machine.preset or "this machine"
+        if self.uses_host and machine.host_bandwidth is None:
             raise InvalidInput(
-                f"checkpointing={self.checkpointing}: {name} has no rate to the host's memory; give "
-                "machine.host_bandwidth="
+                f"checkpointing={self.checkpointing}: {machine.preset or 'this machine'} has no rate to the host's "
+                "memory; give machine.host_bandwidth="
             )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from ...errors import InvalidInput
-from ...machine.bands import STEPS_LIBRARIES, STEPS_TOKENS, step_band
+from ...machine.bands import STEPS_LIBRARIES, STEPS_MACHINES, STEPS_TOKENS, step_band
 from ...machine.machine import Machine
 from ...simulator.timing.costs import HOPELESS, SECONDS_PER_HOUR, expected_seconds, young_daly
-from ...text import duration
+from ...text import duration, plural
 from .attention import LayerAttention, attention_flops, attention_of_layers, describe_layers, recurrence_of_layers
 from .config import ModelConfig
 from .layer import (
@@ -23,6 +24,7 @@ from .layer import (
     message_seconds,
     slowdown_seconds,
 )
+from .packing import Lognormal, draw
 from .parallel import SHARDS, Parallel, busiest_stage
 from .recurrence import LayerRecurrence
 
@@ -70,6 +72,8 @@ class StepEstimate(ModelEstimate):
     outside: tuple[str, ...]
     #: Bytes per GPU in the memory of its host.
     host_bytes: int
+    #: Attention of the busiest cp rank, and of the slowest dp group, over the mean, where documents make them unequal.
+    imbalance: tuple[float, float]
 
     @property
     def needed(self) -> int:
@@ -89,6 +93,23 @@ class StepEstimate(ModelEstimate):
         """
         low, high = step_band(self.outside)
         return (low * self.seconds, high * self.seconds) if self.machine.preset else None
+
+    @property
+    def packed(self) -> str:
+        """The documents of the first sequence, as text; "" without documents."""
+        lengths = self.parallel.lengths(self.tokens // self.parallel.rows // self.parallel.dp)
+        each = f"of {min(lengths):,} to {max(lengths):,} tokens" if lengths else ""
+        return f"{plural(len(lengths), 'document')} {each} in a sequence" if lengths else ""
+
+    @property
+    def unequal(self) -> str:
+        """How unequal packed documents make cp ranks and dp groups, as text; "" where there are none."""
+        parallel, words = self.parallel, list[str]()
+        if parallel.documents and parallel.cp > 1:
+            words.append(f"{self.imbalance[0]:.2f} times the mean on the busiest of {parallel.cp} cp ranks")
+        if isinstance(parallel.documents, Lognormal) and parallel.dp > 1:
+            words.append(f"{self.imbalance[1]:.2f} times the mean in the slowest of {parallel.dp} dp groups")
+        return f"attention takes {', '.join(words)}" if words else ""
 
     @property
     def tflops(self) -> float:
@@ -136,7 +157,7 @@ def training_step(
     """Predict a step of training `model` on sequences of `tokens` tokens, parallelized as `parallel` says.
 
     The cost of attention comes from `attend`; by default, its plan is simulated, for one layer of each distinct window.
-    If attention takes more time or memory, the step never takes less. docs/models_cost.md has the other formulas.
+    If attention takes more time or memory, the step never takes less. docs/cluster.md has the other formulas.
     Weights have the dtype of the activations, whatever their published dtype is. Raises InvalidInput if the sizes do
     not fit each other, and the errors of planning and simulating.
     """
@@ -144,13 +165,14 @@ def training_step(
     count, sequences = parallel.count, parallel.rows * parallel.dp
     micro = replace(parallel, rows=parallel.rows // count)
     stage = busiest_stage(model, tokens, parallel.pp)
-    layers = attend(stage, machine, tokens, micro)
+    slowest, uneven, pairs = _groups(model, tokens, parallel.documents, parallel.rows, parallel.dp)
+    layers = [(count, one.scaled(slowest)) for count, one in attend(stage, machine, tokens, micro)]
     costs = LayerCosts(stage, machine, micro, micro.rows * ceil(tokens / parallel.cp))
     layers = [(count, one.queued(costs.seconds, costs.backward, costs.again)) for count, one in layers]
     recurrent = recurrence_of_layers(stage, machine, tokens, micro)
     one = model.recurrence
     states = 0.0 if one is None else 3.0 * sequences * tokens * model.having["r"] * one.flops(summary=False)
-    memory, pairs = _memory(costs, layers), attention_flops(model, tokens, parallel.documents)
+    memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
     if count > 1:
         # On the first stage at once (Narayanan et al. 2021).
@@ -165,30 +187,47 @@ def training_step(
         memory=memory,
         copies=copies,
         machine=machine,
-        flops=sequences * (2.0 * (1 + costs.back) * model.active_parameters * tokens + pairs) + states,
+        flops=sequences * 2.0 * (1 + costs.back) * model.active_parameters * tokens + pairs + states,
         plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * costs.trained * model.parameters / parallel.gpus,
         outside=_outside(model, machine, tokens, parallel),
-        host_bytes=_host_bytes(costs) if parallel.on_host else 0,
+        host_bytes=_host_bytes(costs) if parallel.uses_host else 0,
+        imbalance=(max((one.imbalance for _, one in layers), default=1.0), uneven),
     )
 
 
+@lru_cache(maxsize=1024)
+def _groups(
+    model: ModelConfig, tokens: int, documents: tuple[int, ...] | Lognormal, rows: int, dp: int
+) -> tuple[float, float, float]:
+    """Attention of the dp group with the most work, over that of `rows` times the first sequence, and over the mean.
+
+    Also the FLOPs of all groups. Sequences differ where their documents are drawn.
+    """
+    if not isinstance(documents, Lognormal):
+        return 1.0, 1.0, rows * dp * attention_flops(model, tokens, documents)
+    flops = [attention_flops(model, tokens, draw(documents, tokens, number)) for number in range(rows * dp)]
+    groups = [sum(flops[number::dp]) for number in range(dp)]
+    return max(groups) / rows / flops[0], max(groups) * dp / sum(groups), sum(groups)
+
+
 def _host_bytes(costs: LayerCosts) -> int:
-    """Bytes per GPU in the memory of its host: layers' inputs, gradients, and the optimizer's states."""
+    """Bytes per GPU in the memory of its host: inputs of layers, and with "host" gradients and optimizer states."""
     _, gradient, optimizer = costs.software.states
-    return ceil((gradient + optimizer) * costs.held("optimizer")) + costs.model.layers * costs.kept_bytes
+    states = ceil((gradient + optimizer) * costs.held("optimizer")) if costs.parallel.trains_on_host else 0
+    return states + costs.model.layers * costs.kept_bytes
 
 
 def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> tuple[str, ...]:
     rates = machine.kernel_rates
     found = {
-        "activations on the host": parallel.on_host,
+        "activations on the host": parallel.uses_host,
         "experts": model.experts > 1,
         "recurrent layers": model.recurrence is not None,
         "LoRA": parallel.software.lora is not None,
         "packed documents": bool(parallel.documents),
         f"{tokens:,} tokens": tokens > STEPS_TOKENS,
-        "PCIe between GPUs": "pcie" in machine.preset,
+        f"GPUs of {machine.preset}": bool(machine.preset) and machine.preset not in STEPS_MACHINES,
         f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
     }
     return tuple(words for words, is_so in found.items() if is_so)
@@ -246,10 +285,13 @@ def _parts(
         "ep": (2 if parallel.checkpointing in ("none", "selective") else 3) * model.having["m"] * costs.dispatch,
         "host": 0.0,
     }
-    if parallel.on_host:
-        parts["host"] = _host_seconds(costs, _mixers(model, layers, recurrent))
-        parts["optimiser"] = 0.0
-    return {**parts, "fsdp": _exposed(costs, _mixers(model, layers, recurrent), parts["loss"])}
+    mixers = _mixers(model, layers, recurrent)
+    if parallel.uses_host and machine.host_bandwidth:
+        parts["host"] = _copies(costs, mixers, machine.host_bandwidth)
+        if parallel.trains_on_host:  # where Adam moves its bytes at the rate of copies [assumed]
+            moved = GRADIENT + costs.item + ADAM_TRAFFIC
+            parts["optimiser"] = moved * costs.held("optimizer") / machine.host_bandwidth
+    return {**parts, "fsdp": _exposed(costs, mixers, parts["loss"])}
 
 
 def _mixers(
@@ -262,20 +304,16 @@ def _mixers(
     return [*found, (count - both, one.forward, one.backward), (model.layers - model.having["ar"], 0.0, 0.0)]
 
 
-def _host_seconds(costs: LayerCosts, mixers: list[Mixer]) -> float:
-    """Seconds that memory on the host adds: copies of layers' inputs that computing does not hide, and the optimiser.
+def _copies(costs: LayerCosts, mixers: list[Mixer], rate: float) -> float:
+    """Seconds of copies of layers' inputs that computing does not hide.
 
-    A layer's input goes to the host while the next layer computes, and comes back while another one does. Gradients and
-    new weights travel once; the host's Adam moves its bytes at the same rate [assumed].
+    A layer's input goes to the host while the next layer computes, and comes back while another one does.
     """
-    rate = costs.machine.host_bandwidth
-    assert rate is not None, "Parallel.check"
     copy = costs.input_bytes / rate
-    exposed = sum(
+    return sum(
         count * (max(copy - forward - costs.seconds, 0.0) + max(copy - backward - costs.backward, 0.0))
         for count, forward, backward in mixers
     )
-    return exposed + (GRADIENT + costs.item + ADAM_TRAFFIC) * costs.held("optimizer") / rate
 
 
 def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
@@ -321,11 +359,11 @@ def _exposed(costs: LayerCosts, mixers: list[Mixer], loss: float) -> float:
 def _memory(costs: LayerCosts, layers: list[tuple[int, LayerAttention]]) -> dict[str, int]:
     """Bytes by category at the peak of a step."""
     model, machine, parallel = costs.model, costs.machine, costs.parallel
-    level, layer, on_host = SHARDS.index(parallel.shard), costs.cut(model.layer), parallel.on_host
+    level, layer, on_host = SHARDS.index(parallel.shard), costs.cut(model.layer), parallel.trains_on_host
     largest = max(layer, model.table / parallel.tp)
     weight, _, optimizer = costs.software.states
     # Of inputs on the host, the layer that computes has its own, and another one's is on its way.
-    activations = (2 if on_host else model.layers) * costs.kept_bytes
+    activations = (2 if parallel.uses_host else model.layers) * costs.kept_bytes
     return {
         "weights": ceil(weight * costs.held("weights")),
         # Gradients of one micro-batch take the place of activations, layer by layer.

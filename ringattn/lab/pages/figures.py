@@ -19,8 +19,10 @@ COLOURS = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd"),
     *("#1b5e20", "#b5179e"),
 )
-#: Markers and dashes of lines; combined with COLOURS they distinguish 384 lines.
+#: Markers and dashes of lines: markers and COLOURS distinguish 96 lines, and a dashed line shows an equal one below it.
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
+#: The smallest font, in points: 8 pixels on a phone, for which a figure of 4.8 inches shrinks.
+SMALL = 8.5
 #: A placeholder, which `to_svg` replaces by the page's text colour.
 TEXT = "#010203"
 _SETTINGS = {
@@ -28,7 +30,7 @@ _SETTINGS = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.0,
-    "legend.fontsize": 7.0,
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
     "legend.framealpha": 0.0,  # a page may be dark
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
 }
@@ -51,9 +53,9 @@ def to_svg(figure: Any, name: str) -> Markup:
     """The <svg> element of a figure in the page's colours, dark or light, with a legend if the first axes have labels.
 
     The name prefixes all ids, since several plots share a page."""
-    first = figure.axes[0]
-    if first.get_legend_handles_labels()[0] and not figure.legends and first.get_legend() is None:
-        figure.legend(loc="outside lower center", ncols=2)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles and not figure.legends:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) < 30 else 1)
     written = io.StringIO()
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = written.getvalue().replace(TEXT, "currentColor").replace("#000000", "currentColor")
@@ -62,17 +64,18 @@ def to_svg(figure: Any, name: str) -> Markup:
 
 
 def use_log_y(axes: Any, show: Callable[[float], str], base: int = 10) -> None:
-    """Give axes a log y axis, labelled by `show` at 1, 2 and 5 times each power of 10, or at powers of base 2."""
+    """Give axes a log y axis, labelled by `show` at powers of the base, and also at 2 and 5 times few powers of 10."""
     axes.set_yscale("log", base=base)
-    subs = (1, 2, 5) if base == 10 else (1,)
+    low, high = axes.get_ylim()
+    subs = (1, 2, 5) if base == 10 and high < 1000 * low else (1,)
     axes.yaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(base, subs))
     axes.yaxis.set_major_formatter(lambda value, place: show(value))
     axes.yaxis.set_minor_formatter(lambda value, place: "")
 
 
-def wrap(label: str) -> str:
-    """The label in lines so short that two labels fit side by side in a figure 7.2 inches wide."""
-    return textwrap.fill(label, 46)
+def wrap(label: str, width: int = 60) -> str:
+    """The label in lines of at most `width` characters: 60 fit into a legend, 30 above one of two panels."""
+    return textwrap.fill(label, width)
 
 
 def draw_lines(
@@ -83,13 +86,20 @@ def draw_lines(
     *,
     log: bool,
     joined: bool = True,
+    axes: Any = None,
 ) -> Any:
-    """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes."""
-    axes = figure.subplots()
+    """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes.
+
+    Each line is thinner than those before it, so that equal lines show beside each other.
+    """
+    axes = axes or figure.subplots()
     for i, (name, points) in enumerate(series.items()):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
-        style["linestyle"] = DASHES[i // (8 * len(COLOURS)) % 4] if joined else ""
-        axes.plot(*zip(*points, strict=True), label=wrap(name) or None, markersize=3, **style)
+        style["linestyle"] = DASHES[i % len(DASHES)] if joined else ""
+        size = 1 - i / len(series)
+        style |= {"linewidth": 1 + 2.5 * size, "markersize": 3 + 4 * size if joined else 3}
+        if points:
+            axes.plot(*zip(*points, strict=True), label=wrap(name) or None, **style)
     if log:
         axes.set_xscale("log", base=2)
     axes.set(xlabel=xlabel, ylabel=ylabel)

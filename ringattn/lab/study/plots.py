@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,12 +12,12 @@ import numpy as np
 
 from ...cli.config.groups import check_choice
 from ...errors import InvalidInput
-from ..pages.figures import COLOURS, draw_lines, draw_stacks, drawing, to_svg, use_log_y, wrap
+from ..pages.figures import COLOURS, SMALL, draw_lines, draw_stacks, drawing, to_svg, use_log_y, wrap
 from ..pages.pages import Plot
-from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, show_number, total
+from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, name_value, show_number, total
 
-#: Panels side by side (each 160 pixels wide on a phone), and the maximum number of ticks in a panel.
-PANELS, MOST_TICKS = 2, 12
+#: Panels side by side (each 160 pixels wide on a phone), and the most ticks, and the most lines, in a panel.
+PANELS, MOST_TICKS, MOST_LINES = 2, 10, 8
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "host", "call")
 
 
@@ -56,25 +57,63 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
 def draw(name: str, table: Table, x: str, y: str | None) -> list[Plot]:
     """The plots called `name` of a table; empty if no row has numbers."""
     title = f"{name}: {PLOTS[name][1]}, by {x}" + (f" and {y}" if name == "crossover" else "")
-    with drawing(4.2, width=7.2) as figure:
+    with drawing(4.2) as figure:
         return [Plot(title, to_svg(figure, name))] if PLOTS[name][0](figure, table, x, y) else []
 
 
 def _draw_curves(
-    figure: Any, table: Table, x: str, y: str | None, *, value: Callable[[Row], float], ylabel: str, **options: Any
+    figure: Any,
+    table: Table,
+    x: str,
+    y: str | None,
+    *,
+    value: Callable[[Row], float],
+    ylabel: str,
+    title: str,
+    **more: Any,
 ) -> bool:
     """Draw a value of the rows as lines. All _draw functions return False if no row has numbers."""
-    series = {name: [(row[x], value(row)) for row in rows] for name, rows in table.series(x).items()}
-    figure.set_size_inches(7.2, 4.2 + 0.08 * sum(wrap(name).count("\n") + 1 for name in series))
-    values = table.numbers(x)
+    values, panels = table.numbers(x), _split(table, x)
     log = len(values) > 2 and min(values) > 0 and max(values) / min(values) > 8
-    axes = draw_lines(figure, series, x, ylabel, log=log)
-    axes.set(**options)
-    if axes.get_yscale() == "log":
-        use_log_y(axes, "{:g}".format)
-    ticks = values[:: -(-len(values) // MOST_TICKS)]
-    axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right", fontsize=7)
-    return bool(series)
+    lines = {part: rows.series(x) for part, rows in panels.items()}
+    names = list(dict.fromkeys(name for series in lines.values() for name in series))
+    high = -(-len(panels) // PANELS)
+    figure.set_size_inches(4.8, 0.4 + 2.8 * high + 0.16 * sum(wrap(name).count("\n") + 1 for name in names))
+    all_axes = figure.subplots(high, min(PANELS, len(panels)), sharex=True, sharey=True, squeeze=False).ravel()
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
+    for axes, (part, series) in zip(all_axes, lines.items(), strict=False):
+        points = {name: [(row[x], value(row)) for row in series.get(name, ())] for name in names}
+        draw_lines(figure, points, x, "", log=log, axes=axes)
+        axes.set(**more)
+        axes.label_outer()
+        axes.set_title(wrap(part, 30), fontsize=SMALL)
+        if axes.get_yscale() == "log":
+            use_log_y(axes, "{:g}".format)
+        ticks = values[:: -(-len(values) // MOST_TICKS)]
+        axes.set_xticks(ticks, [show_number(x, value) for value in ticks], rotation=60, ha="right")
+    handles = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    if any(names):
+        figure.legend(handles=handles.values(), loc="outside lower center")
+    figure.supylabel(ylabel, fontsize=9)
+    figure.suptitle(title)
+    return bool(names)
+
+
+def _split(table: Table, x: str) -> dict[str, Table]:
+    """The tables of the panels of a plot over `x`, by title: one, or if it has too many lines, one for each value.
+
+    Values are those of the axis that has the most.
+    """
+    if len(table.series(x)) <= MOST_LINES:
+        return {"": table}
+    splits: list[dict[str, Table]] = []
+    for name in table.varied(x):
+        rows: dict[str, list[Row]] = {}
+        for row in table.rows:
+            rows.setdefault(name_value(name, row.get(name)), []).append(row)
+        splits.append({title: replace(table, rows=tuple(some)) for title, some in rows.items()})
+    return max(splits, key=len)
 
 
 def _draw_stack(figure: Any, table: Table, x: str, y: str | None) -> bool:
@@ -106,7 +145,7 @@ def _draw_bars(
     if not series:
         return False
     lines = -(-len(series) // PANELS)
-    figure.set_size_inches(7.2, 0.8 + 2.9 * lines)
+    figure.set_size_inches(4.8, 1.6 + 2.9 * lines)
     panels = figure.subplots(lines, min(PANELS, len(series)), sharey=True, squeeze=False).ravel()
     for axes in panels[len(series) :]:
         axes.remove()
@@ -115,11 +154,11 @@ def _draw_bars(
         bars = [heights(row) for row in rows]
         drawn |= draw_stacks(axes, bars, [*bars[0]])
         ticks = range(0, len(rows), -(-len(rows) // MOST_TICKS))
-        axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right", fontsize=6)
+        axes.set_xticks(ticks, [show_number(x, rows[i][x]) for i in ticks], rotation=60, ha="right")
         axes.set_xlabel(x)
-        axes.set_title(wrap(label), fontsize=7)
+        axes.set_title(wrap(label, 30), fontsize=SMALL)
     figure.supylabel(ylabel, fontsize=9)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2)
     figure.suptitle(title)
     return True
 
@@ -131,7 +170,7 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     if not best:
         return False
     columns, rows = table.numbers(x), table.numbers(y)
-    names = sorted({name for name, _ in best.values()})
+    names = list(dict.fromkeys(name for name, _ in best.values()))
     cells = np.full((len(rows), len(columns)), np.nan)
     for (x_value, y_value), (name, _) in best.items():
         cells[rows.index(y_value), columns.index(x_value)] = names.index(name)
@@ -140,19 +179,19 @@ def _draw_crossover(figure: Any, table: Table, x: str, y: str | None) -> bool:
     axes = figure.subplots()
     axes.imshow(cells, origin="lower", aspect="auto", cmap=colormap, vmin=-0.5, vmax=len(names) - 0.5)
     labels = [show_number(x, value) for value in columns]
-    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows], fontsize=7)
+    axes.set_xticks(range(len(columns)), labels, rotation=60, ha="right")
+    axes.set_yticks(range(len(rows)), [show_number(y, value) for value in rows])
     axes.set(xlabel=x, ylabel=y, title="least time, modelled (white: all refused)")
     patch = import_module("matplotlib.patches").Patch
     handles = [patch(color=colour, label=wrap(name) or "all") for colour, name in zip(colours, names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.legend(handles=handles, loc="outside lower center")
     return True
 
 
 def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[str, float]]:
     """(label, seconds) of the fastest series over all passes, for each pair of values of x and y.
 
-    If series are equally fast, the first in the table wins.
+    The label of series that are equally fast names all of them.
     """
     best: dict[tuple[Any, Any], tuple[str, float]] = {}
     for label, rows in table.series(x, without=(y,)).items():
@@ -161,6 +200,8 @@ def find_fastest(table: Table, x: str, y: str) -> dict[tuple[Any, Any], tuple[st
                 place, seconds = (row[x], row[y]), total(row, "time")
                 if place not in best or seconds < best[place][1]:
                     best[place] = (label, seconds)
+                elif seconds == best[place][1]:
+                    best[place] = (f"{best[place][0]} = {label}", seconds)
     return best
 
 

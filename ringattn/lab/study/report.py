@@ -14,7 +14,6 @@ from typing import Any
 from ...cli.config.groups import StudyGroup
 from ...errors import RingAttentionError
 from ...machine.machine import MACHINE_NUMBERS, Machine
-from ...machine.presets import CURRENCY, MACHINES
 from ...text import duration, rate, size
 from ..pages.pages import Cell, Plot, ReportTable
 from .space import Point
@@ -22,7 +21,7 @@ from .tables import DIRECTIONS, WAITS, Row, Table, is_number, list_passes, show_
 
 #: Maximum rows of a table in a report; sweep.csv has all rows.
 MOST_ROWS = 200
-#: Columns that describe a point. A value that all points share is written once, below the table.
+#: Columns that describe a point. A value that all points share is written once, above the plots.
 DESCRIPTION = (
     *("model", "cp", "dp", "tp", "ep", "pp"),
     *("tokens", "ranks", "pattern", "layout", "schedule", "heads", "kv_heads", "head_dim", "dtype", "batch"),
@@ -83,16 +82,13 @@ def describe_machines(points: Sequence[Point], machines: Mapping[int, Machine]) 
     lines = []
     for name in dict.fromkeys(point.config.machine.spec for point in points if point.number in machines):
         named = [machines[x.number] for x in points if x.config.machine.spec == name and x.number in machines]
-        variants, preset, texts = list(dict.fromkeys(named)), MACHINES.get(name), []
+        variants, texts = list(dict.fromkeys(named)), []
         for key, number in MACHINE_NUMBERS.items():
             found = {machine: x for machine in variants if (x := getattr(machine, key)) not in (None, False)}
             if not found:
                 continue
             values, sources = sorted(set(found.values())), sorted({machine.source(key) for machine in found})
-            text = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} .. {values[-1]:g}"
-            is_presets = preset is not None and values == [preset.price]
-            unit = number.unit.replace("currency", CURRENCY) if key == "price" and is_presets else number.unit
-            text = "true" if values[0] is True else f"{text} {unit}"
+            text = " .. ".join(map(number.show, dict.fromkeys((values[0], values[-1]))))
             differing = ", by point" if len(values) > 1 or len(found) < len(variants) else ""
             texts.append(f"{key}={text}{differing} [{', '.join(sources)}]")
         lines.append(f"{name}: {', '.join(texts)}")

@@ -35,7 +35,7 @@ _UNITS_OF_PASS = {
     "messages": ("messages", "counted"),
     "memory": ("bytes per rank", "modelled"),
     "energy": ("J", "modelled"),
-    "cost": ("currency of machine.price", "modelled"),
+    "cost": ("USD", "modelled"),
     "fits": ("", "modelled"),
     "solver": ("", ""),
 }
@@ -96,16 +96,19 @@ class Table:
         """The distinct numbers of a column, ascending."""
         return sorted({row[name] for row in self.rows if is_number(row.get(name))})
 
+    def varied(self, x: str, without: tuple[str, ...] = ()) -> list[str]:
+        """The axes that split the rows into lines over `x`, see `series`."""
+        tied = self.together if x in self.together else ()
+        others = [name for name in self.axes if name not in (x, *without, *tied)]
+        return [name for name in others if len({str(row.get(name)) for row in self.rows}) > 1]
+
     def series(self, x: str, without: tuple[str, ...] = ()) -> dict[str, list[Row]]:
         """The lines of a plot, by label: each has the rows that differ only in `x`, sorted by `x`.
 
         Rows without numbers are left out. Axes in `without`, and axes that vary together with `x`, do not split rows
         into separate lines.
         """
-        tied = self.together if x in self.together else ()
-        others = [name for name in self.axes if name not in (x, *without, *tied)]
-        varied = [name for name in others if len({str(row.get(name)) for row in self.rows}) > 1]
-        series: dict[str, list[Row]] = {}
+        varied, series = self.varied(x, without), dict[str, list[Row]]()
         for row in self.rows:
             if row["status"] == "ok" and is_number(row.get(x)):
                 series.setdefault(", ".join(name_value(name, row.get(name)) for name in varied), []).append(row)
@@ -127,6 +130,8 @@ def name_value(name: str, value: Any) -> str:
 
 def show_number(name: str, value: Any) -> str:
     """A number in suitable units: 64k (as on the command line), 25 GB/s, 1.5 us, 0.5."""
+    if name.startswith("machine.") and (number := MACHINE_NUMBERS.get(name.removeprefix("machine."))):
+        return number.show(value)
     unit = _make_column(name).unit
     if unit == "s":
         return duration(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
@@ -11,17 +11,15 @@ from textwrap import wrap
 from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
-from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
 from ..advise.advice import Advice, advise, explain, record, tabulate
-from ..advise.question import make_offers, make_question
-from ..advise.serving import Serving, ServingQuestion, serve
-from ..models.config import load_model
+from ..advise.question import make_question
+from ..advise.serving import Serving, serve
 from ..pages.figures import check_matplotlib
-from .settings import AdviseConfig, read_software
+from .settings import AdviseConfig
 
 
 def main(config: AdviseConfig) -> None:
@@ -53,22 +51,12 @@ def _serve(config: AdviseConfig) -> None:
 
     With `prices`, for each machine, and which of them is cheapest.
     """
-    offers = make_offers(config)
-    question = ServingQuestion(
-        load_model(config.model.path or str(config.model.spec)),
-        offers[0],
-        config.phase,
-        parse_size(config.tokens, "tokens"),
-        config.gpus,
-        1 if config.batch is None else config.batch,
-        config.within,
-        read_software(config),
-    )
+    question = make_question(config)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
         servings, refused = list[Serving](), list[str]()
-        for offer in offers:
+        for offer in question.offers:
             try:
-                servings.append(serve(replace(question, offer=offer), tell))
+                servings.append(serve(question, offer, tell))
             except InvalidInput as error:  # another machine may serve
                 refused.append(f"{offer.name}: {error}")
     if not servings:
@@ -85,19 +73,22 @@ def _serve(config: AdviseConfig) -> None:
             print_paragraph(f"refused: {line}")
         if len(servings) > 1 and able:
             print_paragraph(f"cheapest of these: {first.verdict}")
+        for words, line in first.launches:
+            print_paragraph(f"note: {words}")
+            _print_command(line)
     if first.chosen is None:
         sys.exit(2)
 
 
 def _print_serving(serving: Serving) -> None:
     """Print the verdict, the best candidate for each number of GPUs, what does not fit, and what was not measured."""
-    question, machine = serving.question, serving.question.offer.machine
+    question, machine = serving.question, serving.offer.machine
     print_paragraph(serving.verdict)
-    waits = f"{question.waits_for} [modelled]"
-    header = ["GPUs", "candidate", waits, "rate", "longest part", "memory of a GPU", "1e6 tokens"]
+    waits = "first token" if question.phase == "prefill" else "next token"
+    header = ["GPUs", "candidate", f"{waits} [modelled]", "rate", "longest part", "memory of a GPU", "1e6 tokens"]
     print_grid("", header, serving.rows)
-    for gpus in serving.misses:
-        print_paragraph(f"does not fit: {serving.describe_miss(gpus)}")
+    if serving.misses:
+        print_paragraph(f"does not fit: {serving.describe_miss(max(serving.misses))}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
     print_paragraph(f"note: a {question.phase} has no published measurement here; attention at the rate of {library}")
 
@@ -117,6 +108,12 @@ def _print(advice: Advice) -> None:
             print_paragraph(f"{title}: {line}")
     print_paragraph(advice.counts)
     print_paragraph(f"note: {advice.launched_words}")
-    if advice.launch:
-        lines = wrap(f"launch: {advice.launch}", 75, break_long_words=False, break_on_hyphens=False)
-        print_plain(" \\\n  ".join(lines))  # to be copied
+    _print_command(advice.launch)
+
+
+def _print_command(line: str) -> None:
+    """Print a command to be copied, if there is one, with each option beside its value."""
+    whole = re.sub(r"(?<= )(--\S+) (?!--)", "\\1\0", f"launch: {line}")
+    if line:
+        lines = wrap(whole, 75, break_long_words=False, break_on_hyphens=False)
+        print_plain(" \\\n  ".join(lines).replace("\0", " "))

@@ -70,7 +70,10 @@ def check(config: CalibrateConfig) -> tuple[Settings, Path]:
 
 
 def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
-    """Measure as one rank of `transport`, or alone if it is None. Rank 0 prints, and writes the machine file."""
+    """Measure as one rank of `transport`, or alone if it is None.
+
+    Rank 0 prints, and writes the machine file after each round.
+    """
     device = torch.device(config.device) if transport is None else rank_device(config)
     settings, path = check(config)
     launch = detect()
@@ -81,19 +84,29 @@ def measure_on(config: CalibrateConfig, transport: Transport | None) -> None:
             "many ranks; start the same number of ranks on each node"
         )
     told = announce if team.rank == 0 else lambda text: None
-    calibration = calibrate(team, settings, config.machine.made(device.type), told)
-    if team.rank == 0:
-        made = {  # where, when and with which settings
-            **describe_host(),
-            "transport": config.transport.spec,
-            "device": team.device.type,
-            "ranks": team.size,
-            "ranks_per_node": team.ranks_per_node,
-            "threads": torch.get_num_threads(),
-            **({} if team.pace is None else {"pace": team.pace}),
-            **{name: list(x) if isinstance(x, tuple) else x for name, x in vars(settings).items()},
-        }
+    made = {  # where, when and with which settings
+        **describe_host(),
+        "transport": config.transport.spec,
+        "device": team.device.type,
+        "ranks": team.size,
+        "ranks_per_node": team.ranks_per_node,
+        "threads": torch.get_num_threads(),
+        **{name: list(x) if isinstance(x, tuple) else x for name, x in vars(settings).items()},
+    }
+    for number, fit in enumerate(calibrate(team, settings, config.machine.made(device.type), told), 1):
+        if team.rank:
+            continue
+        try:
+            calibration = fit()
+        except InvalidInput as error:
+            if number < settings.repeat:  # a later round may differ
+                told(f"goes on, with nothing to keep yet: {error}")
+                continue
+            raise
+        # After every round, so that an interruption loses one round only.
+        made |= {"rounds": number, **({} if team.pace is None else {"pace": team.pace})}
         write_machine(path, calibration.machine, made=made, samples=calibration.samples, fits=calibration.fits)
+    if team.rank == 0:
         _print(calibration)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ from ...cli.config.schema import SimulateConfig, parse_size
 from ...errors import InvalidInput
 from ...files import make_folder
 from ...machine.machine import MACHINE_NUMBERS
+from ..models.packing import Lognormal
 from ..models.parallel import Software
+
+#: The largest deviation of the logarithm of lengths: half of them are then within 1/15 to 15 times the median.
+MOST_SIGMA = 4
 
 
 @settings_of("advise", "output")
@@ -48,6 +53,7 @@ class AdviseConfig:
     phase: str
     within: float | None
     fp8: Any
+    fp8_cache: bool
     lora: int | None
     documents: Any
     tp_overlap: bool
@@ -56,7 +62,7 @@ class AdviseConfig:
         """Raise InvalidInput for a setting that has no effect in this `phase`."""
         check_choice("phase", self.phase, PHASES)
         if self.phase == "training":
-            refuse(self, "within", "with phase=training, only with phase=prefill or phase=decode")
+            refuse(self, "within fp8_cache", "with phase=training, only with phase=prefill or phase=decode")
         else:
             refuse(self, "by output.page lora documents", f"with phase={self.phase}, only with phase=training")
 
@@ -149,18 +155,25 @@ class CalibrateConfig:
 
 
 def read_software(config: AdviseConfig | SimulateConfig) -> Software:
-    """How a framework runs a layer, by the keys dtype, fp8, lora and tp_overlap. Raises InvalidInput."""
+    """How a framework runs a layer, by the keys dtype, fp8, fp8_cache, lora and tp_overlap. Raises InvalidInput."""
     check_choice("fp8", str(config.fp8).lower(), ("false", "true", "blocks"))
     lora = config.lora if config.phase == "training" else None
-    fp8, blocks = bool(config.fp8), config.fp8 == "blocks"
-    return Software(config.dtype, fp8, fp8_blocks=blocks, lora=lora, hides_exchanges=config.tp_overlap)
+    fp8 = {"fp8": bool(config.fp8), "fp8_blocks": config.fp8 == "blocks", "fp8_cache": config.fp8_cache}
+    return Software(config.dtype, **fp8, lora=lora, hides_exchanges=config.tp_overlap)
 
 
-def read_documents(config: AdviseConfig | SimulateConfig) -> tuple[int, ...]:
-    """The tokens of each document that is packed in a sequence. Raises InvalidInput."""
+def read_documents(config: AdviseConfig | SimulateConfig) -> tuple[int, ...] | Lognormal:
+    """The tokens of each document that is packed in a sequence, or their distribution. Raises InvalidInput."""
     given = [] if config.documents is None else config.documents
+    if drawn := re.fullmatch(r"lognormal\((\w+), *([\d.]+)(?:, *(\d+))?\)", str(given)):
+        median, sigma = parse_size(drawn[1], "documents"), float(drawn[2])
+        if median and 0 < sigma <= MOST_SIGMA:
+            return Lognormal(median, sigma, int(drawn[3] or 0))
     if not isinstance(given, list):
-        raise InvalidInput(f"documents={given}: expected the tokens of each, such as 'documents=[3000, 1096]'")
+        raise InvalidInput(
+            f"documents={given}: expected the tokens of each, or a median, a deviation of the logarithm up to "
+            f"{MOST_SIGMA} and a seed; try 'documents=[3000, 1096]' or 'documents=lognormal(2000, 1.2, 0)'"
+        )
     found = tuple(parse_size(one, "documents") for one in given)
     if given and not min(found):
         raise InvalidInput(f"documents={given}: a document has at least 1 token; leave out empty ones")

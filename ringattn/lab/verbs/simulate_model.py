@@ -28,7 +28,7 @@ from .settings import read_documents, read_software
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
     "unequal load of experts, reading data, kernel launches outside attention, collectives that slow down each "
-    "other or the ring's messages (docs/models_cost.md)"
+    "other or the ring's messages (docs/cluster.md)"
 )
 
 
@@ -134,6 +134,8 @@ def _step_numbers(step: StepEstimate) -> list[Number]:
     mfu = "" if step.mfu is None else f", {step.mfu:.1%} of the peak (MFU)"
     return [
         Number("step", duration(step.seconds) + band, "modelled"),
+        *([Number("packed", step.packed, "counted")] if step.packed else []),
+        *([Number("unequal", step.unequal, "modelled")] if step.unequal else []),
         Number("FLOPs of the model", f"{step.flops:.4g} in a step, without computing again", "counted"),
         Number("rate of a GPU", f"{digits(step.tflops)} TFLOP/s{mfu}", "modelled"),
         Number("tokens of a GPU", rate(step.tokens_per_second, "tokens/s"), "modelled"),
@@ -183,6 +185,7 @@ def _record(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate)
         price, watts = estimate.machine.price, estimate.machine.watts
         record |= {
             "seconds, band": estimate.seconds_band,
+            "imbalance": estimate.imbalance,
             "bytes": {"needed": estimate.needed, "reserved": estimate.reserved},
             **{name: getattr(estimate, name) for name in ("flops", "mfu", "tflops")},
             "cost per 1e9 tokens": None if price is None else price * estimate.gpu_hours,

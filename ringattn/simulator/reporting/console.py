@@ -21,7 +21,7 @@ from rich.table import Table
 from ...machine.machine import MACHINE_NUMBERS
 from ...plan.choice import Choice
 from ...plan.plan import Plan
-from ...text import duration, durations, plural, rate, size
+from ...text import duration, durations, plural, size
 from ..progress import Listener
 
 #: Width of standard output in columns if it is not a terminal: enough for every table.
@@ -67,18 +67,7 @@ def describe_sides(plan: Plan, rank_noun: str = "rank") -> str:
 
 def format_quantity(name: str, value: float | bool) -> str:
     """A machine parameter's value with its unit, as text; `name` is the parameter."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    unit = MACHINE_NUMBERS[name].unit
-    if unit == "s":
-        return duration(value)
-    if unit == "bytes":
-        return size(value)
-    if unit in ("bytes/s", "flop/s"):
-        return rate(value, {"bytes/s": "B/s", "flop/s": "FLOP/s"}[unit])
-    if isinstance(value, int):
-        return f"{value:,} {unit.replace('ranks', 'rank') if value == 1 else unit}"
-    return f"{value:g} {unit}"
+    return MACHINE_NUMBERS[name].show(value)
 
 
 def print_numbers(title: str, numbers: Iterable[Number]) -> None:
@@ -207,16 +196,15 @@ def show_progress(console: Console, *, shown: bool = True, tenths: bool = False)
 class ProgressLines:
     """A context that prints progress lines: one every `INTERVAL` seconds, and with `tenths` at every tenth of the work.
 
-    If a unit of work takes longer than that, a thread repeats the last line. The thread ends with the context.
+    If a unit of work takes longer than that, a thread says how long it has taken. The thread ends with the context.
     """
 
     def __init__(self, console: Console, tenths: bool) -> None:
         self.console, self.tenths = console, tenths
         self.noun: str | None = None
-        self.text = "preparing"
         self.tenth = -1
-        self.first = 0
-        self.start = self.last_line = time.monotonic()
+        self.first = self.done = self.count = 0
+        self.start = self.begun = self.last_line = time.monotonic()
         self.over, self.spoken = False, threading.Event()
         threading.Thread(target=self._repeat, daemon=True).start()
 
@@ -233,9 +221,7 @@ class ProgressLines:
         now, tenth = time.monotonic(), done * LINES // count
         if noun != self.noun or done < self.first:  # a new loop
             self.noun, self.tenth, self.first, self.start = noun, -1, done, now
-        self.text = f"{noun}: {done:,} of {count:,}"
-        if done - self.first >= count / LINES and now - self.start >= 1:  # too early to estimate before
-            self.text += f", about {duration((count - done) * (now - self.start) / (done - self.first))} left"
+        self.done, self.count, self.begun = done, count, now
         if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
             self.tenth, self.last_line = tenth, now
             self._print()
@@ -247,5 +233,14 @@ class ProgressLines:
             self.spoken.clear()
 
     def _print(self) -> None:
-        self.console.print(f"ringattn: {self.text}", highlight=False, markup=False, soft_wrap=True)
+        text = "preparing" if self.noun is None else f"{self.noun}: {self.done:,} of {self.count:,}"
+        now, units = time.monotonic(), self.done - self.first
+        if (inside := now - self.begun) >= INTERVAL:
+            text += f", {duration(inside)} in this one"
+        if units >= self.count / LINES and self.begun - self.start >= 1:  # too early to estimate before
+            # A unit that takes longer than those before it makes the rest longer, too.
+            each = max((self.begun - self.start) / units, (now - self.start) / (units + 1))
+            left = (self.count - self.done - 1) * each + max(each - inside, 0.0)
+            text += f", about {duration(left)} left" if left else ""
+        self.console.print(f"ringattn: {text}", highlight=False, markup=False, soft_wrap=True)
         self.spoken.set()

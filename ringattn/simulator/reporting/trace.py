@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PROCESSES = {"measured": 0, "modelled": 2}
 #: Traces are in microseconds.
 MICROSECONDS = 1e6
-#: A span of a rank: (rank, name, start, end, peer), the fields of `transport.trace.Span`.
+#: A span of a rank: (rank, name, start, end, peer), the first fields of `transport.trace.Span`.
 Row = tuple[int, str, float, float, int | None]
 
 
@@ -30,7 +30,7 @@ def write_trace(path: str, kind: str, spans: Iterable[Span | Row]) -> None:
     titles = ((ranks, "ranks"), (messages, "messages by sender"))
     events = [_name("process_name", process, 0, f"{title}, {kind}") for process, title in titles]
     known: set[int] = set()
-    for number, (rank, name, start, end, peer) in enumerate(sorted(spans, key=lambda span: span[2])):
+    for number, (rank, name, start, end, peer, *_) in enumerate(sorted(spans, key=lambda span: span[2])):
         if rank not in known:
             known.add(rank)
             events += [_name("thread_name", process, rank, f"rank {rank}") for process in (ranks, messages)]

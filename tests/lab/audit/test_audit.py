@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from command_line import ringattn
 from faulty_rings import FAULTS
+from torch.nn.functional import scaled_dot_product_attention
 
 from ringattn import InvalidInput
 from ringattn.lab.audit.cases import list_cases
-from ringattn.lab.audit.kit import Case, attend_exactly, make_inputs, prepare, see, solve
+from ringattn.lab.audit.kit import Case, make_inputs, prepare, see, solve
 from ringattn.lab.audit.named import check, load_model, load_target
 from ringattn.lab.audit.run import Finding, audit, choose_cases, read, save, work
 from ringattn.lab.verbs.audit import main
@@ -127,7 +129,7 @@ def try_ruler(rank: int) -> list[list[str]]:
         for factor in factors:
 
             def attend(q: Any, k: Any, v: Any, by: float = factor, kept: Any = right, **_: Any) -> Any:
-                exact = attend_exactly(case, *(x.double() for x in (q, k, v)))[0].to(kept.dtype)
+                exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(kept.dtype)
                 return exact + (kept * by - exact).detach()
 
             told.append(prepare(attend, case, device)().verdict)
@@ -274,27 +276,28 @@ def test_an_error_that_is_no_verdict_ends_the_audit_and_is_shown(tmp_path: Path)
 
 
 def test_the_oracle_is_that_of_torch() -> None:
-    """Masks by loops over pairs, and torch's own attention of them."""
+    """Masks by loops over pairs, and torch's own attention of them, with its gradients."""
     for case in {str((one.mask, one.tokens)): one for one in list_cases(2)}.values():
         if {"softcap", "sink_logits", "dropout"} & {*case.mask} or case.tokens > 200 or case.keys:
             continue
-        q, k, v, *_ = make_inputs(case)
-        mask, told = case.mask, see(case).tolist()
+        mask, told = case.mask, see(case)[:, 0].tolist()
         starts = torch.tensor(mask.get("documents", (case.tokens,))).cumsum(0).tolist()
-        for i in range(case.tokens):
-            for j in range(case.tokens):
-                seen = not mask.get("causal") or j <= i
-                if "window" in mask:
-                    seen = seen and (i - j <= mask["window"] or j < mask.get("sinks", 0))
-                seen = seen and sum(i >= x for x in starts) == sum(j >= x for x in starts)
-                seen = seen and mask.get("left", 0) <= j < case.tokens - mask.get("padding", 0)
-                assert told[i][j] == seen, (case, i, j)
-        group = case.heads // case.kv_heads
-        spread = (x.repeat_interleave(group, 1) for x in (k, v))
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            q, *spread, attn_mask=see(case), scale=case.mask.get("scale")
-        )
-        assert (attend_exactly(case, q, k, v)[0] - exact)[:, :, case.real[0] :].abs().max() < 1e-11
+        for row, i, j in product(range(len(told)), range(case.tokens), range(case.tokens)):
+            seen = not mask.get("causal") or j <= i
+            if "window" in mask:
+                seen = seen and (i - j <= mask["window"] or j < mask.get("sinks", 0))
+            seen = seen and sum(i >= x for x in starts) == sum(j >= x for x in starts)
+            seen = seen and mask.get("left", 0) * (row + 1) <= j < case.tokens - mask.get("padding", 0) * (row + 1)
+            assert told[row][i][j] == seen, (case, row, i, j)
+        q, k, v, grad, _ = make_inputs(case)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        spread = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in leaves[1:])
+        seen = see(case) | ~see(case).any(-1, keepdim=True)  # torch's rows that see nothing are not finite
+        out = scaled_dot_product_attention(q, *spread, attn_mask=seen, scale=mask.get("scale"))
+        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, grad), strict=True))
+        found["out"] = out.masked_fill(~see(case).any(-1)[..., None], 0.0)
+        exact = solve(case, make_inputs(case))
+        assert all((exact[name] - x).abs().max() < 1e-11 for name, x in found.items()), case
 
 
 @pytest.mark.mpi

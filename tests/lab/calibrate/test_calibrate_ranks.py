@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +75,22 @@ def test_one_process_alone_measures_kernels(inside: Inside, tmp_path: Path) -> N
     preset = ra.get_machine("h100_nvlink_ib")
     same = [(x.bandwidth, x.source("bandwidth")) for x in (machine, preset)]
     assert same[0] == same[1], "what is not measured is the preset's"
+
+
+def test_an_interrupted_calibration_keeps_its_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    words = ("transport=none", "threads=1", *SIZES[:2], "repeat=100000", *SIZES[3:], f"output.path={path}")
+    command = [sys.executable, "-m", "ringattn", "calibrate", *words]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "ringattn: interrupted\n")
+    assert out.startswith("measuring round 1 of 100000; a round can take minutes\n")
+    check(path, 1, alone=True)
+    assert yaml.safe_load(path.read_text())["made"]["rounds"] >= 1
 
 
 @pytest.mark.parametrize(

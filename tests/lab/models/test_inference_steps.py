@@ -131,9 +131,15 @@ def test_more_ranks_hold_fewer_keys_and_few_experts_are_read() -> None:
     assert one.parts["mlp"] == pytest.approx(2 * dense.parts["mlp"], rel=0.01), "two experts of eight"
     with pytest.raises(InvalidInput, match="rows=0 must be"):
         decode(MODEL, MACHINE, 64, Parallel(rows=0))
-    for phase in (lambda how: decode(experts, MACHINE, 64, how), lambda how: prefill(experts, MACHINE, 64, how)):
-        with pytest.raises(InvalidInput, match="ep=2: expert parallelism is modelled for training only"):
-            phase(Parallel(dp=2, ep=2))
+    for phase in (decode, prefill):
+        whole, shared = (phase(experts, MACHINE, 64, Parallel(dp=2, ep=ep, rows=64)) for ep in (1, 2))
+        assert whole.memory["weights"] - shared.memory["weights"] == 2 * 4 * 3 * 256 * 512 * 2, "four of eight experts"
+        assert shared.parts["mlp"] < whole.parts["mlp"] and whole.parts["ep"] == 0
+        rows = 64 if phase is decode else 64 * 64
+        # To the other rank of the node, half of the rows of two experts, and back, in each of 2 layers.
+        assert shared.parts["ep"] == pytest.approx(2 * 2 * (1e-5 + rows * 2 * 256 * 2 / 2 / 1e8))
+        with pytest.raises(InvalidInput, match="ep=2 does not divide the 8 experts"):
+            phase(experts, MACHINE, 64, Parallel(ep=2))
 
 
 def test_ranks_merge_by_the_messages_of_a_step() -> None:

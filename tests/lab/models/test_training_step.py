@@ -14,8 +14,10 @@ import ringattn as ra
 from ringattn.errors import InvalidInput
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.layer import collective_seconds
+from ringattn.lab.models.packing import Lognormal, draw
 from ringattn.lab.models.parallel import CHECKPOINTING, SHARDS, Parallel, Software
 from ringattn.lab.models.training import StepEstimate, training_step
+from ringattn.lab.verbs.settings import AdviseConfig, read_documents
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
 #: A memory of 1e12 bytes/s (twice the rate of merging), matrix products of 2e12 flop/s, nodes of 4.
@@ -272,11 +274,27 @@ def test_memory_of_the_host_takes_inputs_and_states() -> None:
     inputs = 2 * 4096 * 256 * 2
     assert host.host_bytes == 16 * MODEL.parameters + inputs and full.host_bytes == 0
     states = (4 + 2 + 30) * MODEL.parameters
-    assert host.parts["host"] == pytest.approx(states / 1e9), "layers compute for longer than their inputs travel"
+    assert host.parts["host"] == 0, "layers compute for longer than their inputs travel"
+    assert host.parts["optimiser"] == pytest.approx(states / 1e9)
     slow = step(checkpointing="host", tokens=4096, machine=MACHINE.changed(host_bandwidth=1.0))
-    assert slow.parts["host"] == pytest.approx(states + 2 * inputs, rel=1e-3)
-    with pytest.raises(InvalidInput, match=r"has no rate to the host's memory; give machine\.host_bandwidth="):
-        step(checkpointing="host", machine=MACHINE.changed(host_bandwidth=None))
+    assert slow.parts["host"] == pytest.approx(2 * inputs, rel=1e-3)
+    several = step(checkpointing="host", tokens=4096, rows=4, micro_batches=4)
+    assert several.parts["optimiser"] == host.parts["optimiser"] and several.parts["mlp"] == 4 * host.parts["mlp"]
+    for kind in ("host", "offload"):
+        with pytest.raises(InvalidInput, match=rf"checkpointing={kind}: .* no rate to the host's memory; give machine"):
+            step(checkpointing=kind, machine=MACHINE.changed(host_bandwidth=None))
+
+
+def test_only_inputs_of_layers_are_on_the_host() -> None:
+    """Of 20 layers, two inputs stay; gradients, states and the optimiser are those of "full"."""
+    deep = replace(MODEL, layers=20, windows=(None,) * 20)
+    full, host = (step(model=deep, checkpointing=name, tokens=4096) for name in ("full", "offload"))
+    one = 4096 * 256 * 2
+    assert full.memory["activations"] - host.memory["activations"] == 18 * one and host.host_bytes == 20 * one
+    assert host.memory["optimizer"] == full.memory["optimizer"] and host.parts["optimiser"] == full.parts["optimiser"]
+    assert host.seconds == pytest.approx(full.seconds) and host.parts["host"] == 0
+    slow = step(model=deep, checkpointing="offload", tokens=4096, machine=MACHINE.changed(host_bandwidth=1.0))
+    assert slow.parts["host"] == pytest.approx(20 * 2 * one, rel=1e-3)
 
 
 def test_heads_one_after_another_take_the_memory_of_one() -> None:
@@ -495,3 +513,62 @@ def test_the_rest_of_a_layer_hides_the_host() -> None:
     rest = {name: sum(slow.parts[x] for x in ("projections", "mlp", "norms")) / 3 for name in ("forward",)}
     total = slow.parts["attention forward"] + rest["forward"]
     assert total == pytest.approx(32 * 8.0, rel=1e-3)
+
+
+def test_drawn_documents_are_the_same_everywhere_and_the_slowest_group_is_waited_for() -> None:
+    """Half of the lengths are below the median; the time of attention is that of the group with the most pairs."""
+    drawn = Lognormal(200, 1.2, 7)
+    lengths = draw(drawn, 1 << 16)
+    assert sum(lengths) == 1 << 16 and lengths[:6] == (139, 91, 159, 23, 46, 715)  # on every machine
+    assert 0.4 < sum(length < 200 for length in lengths) / len(lengths) < 0.6
+    assert draw(drawn, 1 << 16, 1) != lengths != draw(replace(drawn, seed=8), 1 << 16)
+    groups = [
+        [sum(length * (length + 1) // 2 for length in draw(drawn, TOKENS, number)) for number in (group, group + 4)]
+        for group in range(4)
+    ]
+    packed = step(dp=4, rows=2, documents=drawn)
+    first = step(rows=2, documents=draw(drawn, TOKENS))
+    most = max(map(sum, groups))
+    assert packed.parts["attention forward"] == pytest.approx(
+        first.parts["attention forward"] * most / 2 / groups[0][0]
+    )
+    assert packed.imbalance == (1.0, pytest.approx(most / (sum(map(sum, groups)) / 4)))
+    assert packed.unequal == f"attention takes {packed.imbalance[1]:.2f} times the mean in the slowest of 4 dp groups"
+    alike = step(dp=4, rows=2, documents=draw(drawn, TOKENS))
+    assert packed.flops - alike.flops == 12 * 64 * 4 * 2 * (sum(map(sum, groups)) - 8 * groups[0][0])
+    assert alike.imbalance == (1.0, 1.0) and step(dp=4).unequal == step(dp=4).packed == ""
+
+
+def test_the_busiest_rank_of_packed_documents_is_told() -> None:
+    """One document of 1,536 tokens and four of 128: the first of two ranks computes most of the pairs."""
+    parallel: dict[str, Any] = {"cp": 2, "layout": "contiguous", "schedule": "ring"}
+    machine = MACHINE.changed(gamma=None)
+    uneven = step(machine, documents=(1536, 128, 128, 128, 128), **parallel)
+    plan = ra.make_plan(
+        ra.Causal() & ra.Documents((1536, 128, 128, 128, 128)), tokens=TOKENS, ranks=2, layout="contiguous", heads=4
+    )
+    assert uneven.imbalance[0] == pytest.approx(plan.imbalance) and plan.imbalance > 1.05
+    assert uneven.packed == "5 documents of 128 to 1,536 tokens in a sequence"
+    assert f"{plan.imbalance:.2f} times the mean on the busiest of 2 cp ranks" in uneven.unequal
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("lognormal(2k, 1.2)", Lognormal(2048, 1.2)),
+        ("lognormal(2000, 0.5, 3)", Lognormal(2000, 0.5, 3)),
+        ([3000, "1k"], (3000, 1024)),
+        (None, ()),
+        ("lognormal(2000)", None),
+        ("lognormal(0, 1)", None),
+        ("normal(2000, 1)", None),
+        ("lognormal(2000, 9)", None),
+    ],
+)
+def test_documents_are_lengths_or_a_distribution(given: object, found: object) -> None:
+    config = AdviseConfig(documents=given)
+    if found is None:
+        with pytest.raises(InvalidInput, match=r"^documents=.*try 'documents=\[3000, 1096\]' or 'documents=lognormal"):
+            read_documents(config)
+    else:
+        assert read_documents(config) == found

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from browser import BROWSER, OVERLAPS, QUIET, WIDTHS, probe_all
+from browser import BROWSER, LOOK, QUIET, WIDTHS, probe_all
 from command_line import Inside
 from imported import import_file
 
@@ -157,7 +157,7 @@ VIEWS = """
       LOOK
       const told = JSON.parse(document.title);
       seen.wide.push(told.wide - told.room);
-      seen.found.push(...told.found);
+      seen.found.push(...told.found, ...told.small);
     }
     seen.verdict = document.getElementById("verdict").textContent;
     document.getElementById("tab-plan").click();
@@ -178,9 +178,9 @@ VIEWS = """
 def test_the_page_of_the_site_fits_and_says_what_it_cannot_answer(tmp_path: Path) -> None:
     module = import_file(ROOT / "docs/playground.py")
     page = render({"answers": module.known_answers(), "words": module.WORDS, "home": "../index.html"})
-    script = VIEWS.replace("LOOK", OVERLAPS)
+    script = VIEWS.replace("LOOK", LOOK)
     for scheme in ("light", "dark"):
-        for seen in probe_all([(page, width) for width in WIDTHS], script, tmp_path, scheme):
+        for seen in probe_all([(page, width) for width in WIDTHS], script, tmp_path, scheme, f"play_{scheme}"):
             assert len(seen["wide"]) == len(EXAMPLES) + 1 and max(seen["wide"]) <= 0 and not seen["found"]
             assert seen["verdict"].startswith("Fastest for llama3_8b") and module.WORDS in seen["error"]
             assert seen["stale"] == "stale"

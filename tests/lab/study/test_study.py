@@ -193,7 +193,7 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
     ]  # fmt: skip
     report = text_of(tmp_path / "s" / "report.html")
     assert "h100_nvlink_ib: flops=6.5e+14 flop/s [assumed]" in report
-    assert "bandwidth=1e+09 .. 5e+10 bytes/s, by point" in report
+    assert "bandwidth=1 GB/s .. 50 GB/s, by point" in report
     assert "3: machine.bandwidth=50 GB/s, passes=1,024" in report
 
 

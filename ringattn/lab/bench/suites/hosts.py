@@ -113,10 +113,10 @@ def _calibrate(context: Context, repeat: int) -> dict[str, Any]:
     """The machine file of a calibration on these hosts."""
     ranks = MeasuringRanks(TorchDist(), torch.device("cpu"), PER_NODE)
     torch.set_num_threads(1)
-    machine = calibrate(ranks, CALIBRATION, MACHINES["cpu"], lambda text: None).machine
+    *_, fit = calibrate(ranks, CALIBRATION, MACHINES["cpu"], lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "machine.yaml")
-        write_machine(path, machine)
+        write_machine(path, fit().machine)
         return {"times": {}, "errors": {}, "details": {"machine": path.read_text()}}
 
 
