@@ -161,7 +161,7 @@ def main(counts: Sequence[int], steps: int = 20) -> bool:
     found = []
     for count in counts:
         found += [train(0, 1, steps)] if count == 1 else run_local(start, count, steps, timeout=900.0)
-        print(f"{count} ranks: loss and weights after step {steps} have the digest {found[-1][-1]}")
+        print(f"{count} rank{'s' * (count > 1)}: loss and weights after step {steps} have the digest {found[-1][-1]}")
     return all(digests == found[0] for digests in found)
 
 

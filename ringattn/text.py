@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
+from textwrap import wrap
 
 #: Units of long durations: name, seconds per unit, and the number of units from which the unit is used.
 _LONG_UNITS = (("min", 60.0, 2), ("h", 3600.0, 2), ("days", 86400.0, 2), ("years", 31557600.0, 1))
@@ -76,6 +77,13 @@ def shorten(text: str, limit: int) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of the message of an error from elsewhere, at most 200 characters of it."""
     return shorten(next(iter(str(error).strip().splitlines()), "no message"), 200)
+
+
+def command_lines(command: str) -> str:
+    """A command in lines that a terminal of 80 columns shows, to be copied, with each option beside its value."""
+    paired = re.sub(r"(?<= )(--\S+) (?!--)", "\\1\0", command)
+    lines = wrap(paired, 70, break_long_words=False, break_on_hyphens=False)
+    return " \\\n  ".join(lines).replace("\0", " ")
 
 
 def split_commas(text: str) -> list[str]:

@@ -34,7 +34,7 @@ NO_TORCH = [
     if re.match(
         r"(errors|registry|text|dtypes|cache|files|pattern|layout|machine|plan|call\.planner|recurrence\.runs|transport\.launcher"
         r"|simulator\.(timing|reporting|progress)|cli\.(config|counts|main|plan|simulate)"
-        r"|lab\.(models|advise|pages|play|study|verbs\.(advise|play|simulate_model)))(\.|$)",
+        r"|lab\.(models|advise|pages|play|study|verbs\.(advise|estimate|play)))(\.|$)",
         name,
     )
 ]

@@ -214,7 +214,7 @@ def test_the_line_names_the_place_and_what_stands_there(
     ("kind", "command"),
     [
         ("machine", ("simulate", "tokens=64", "machine=file", "machine.path=x.yaml")),
-        ("model", ("simulate", "model=x.json", "tokens=64")),
+        ("model", ("estimate", "model=x.json", "tokens=64")),
         ("results", ("report", "results=x.jsonl")),
     ],
 )

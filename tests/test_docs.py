@@ -24,7 +24,7 @@ from command_line import Inside, ringattn
 from imported import import_file
 from safetensors.torch import save_file
 
-from ringattn.cli.config.overrides import prepare
+from ringattn.cli.config.overrides import as_study, prepare
 from ringattn.cli.main import VERBS
 from ringattn.lab.bench.case import get_summary
 from ringattn.lab.bench.report import read_report
@@ -100,7 +100,8 @@ def test_commands_parse(page: Path) -> None:
             assert (ROOT / words[0]).is_file()
             words = ["ringattn", "run", *words[1:]] if words[0] == "scripts/run" else []
         if len(words) > 1 and words[0] == "ringattn" and not words[1].startswith(("-", "<")):
-            prepare(words[1], [word for word in words[2:] if "=" in word])
+            overrides = as_study("study", words[2:]) if words[1] == "study" else words[2:]
+            prepare(words[1], [word for word in overrides if "=" in word])
 
 
 #: Runs a program as an installation does that `build_editable` made: by the .pth file of its wheel.
@@ -157,7 +158,7 @@ def test_another_hydra_application_has_our_groups_if_it_asks(way: str, tmp_path:
 
 #: Takes seconds of one core at most; all others run where RINGATTN_EVERY_COMMAND is set, which takes an hour.
 QUICK = re.compile(
-    r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate (model|ranks=256|study=stragglers|mode=\S+$))"
+    r"ringattn (plan(?! -m experiment)|doctor|run .*--|simulate ranks=256|estimate|study stragglers|verify$)"
 )
 #: What the samples read; `calibrate` writes machine.yaml for those after it.
 STORED = {"outputs/bench/standard_1.jsonl": "standard", "old.jsonl": "standard", "new.jsonl": "standard"}
@@ -187,7 +188,7 @@ def test_commands_run(command: str, tmp_path_factory: pytest.TempPathFactory, in
         launch += [str(ROOT / "examples/long_context/train.py"), *words]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(launch, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    elif program == "ringattn" and words[0] in ("plan", "simulate", "doctor"):
+    elif program == "ringattn" and words[0] in ("plan", "simulate", "verify", "estimate", "study", "doctor"):
         done = inside(*words, cwd=folder)
     else:
         verb = ("run", "layout=zigzag") if program == "scripts/run" else ()
@@ -254,6 +255,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_paragraphs_and_code_are_short(page: Path) -> None:
     text = page.read_text()
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "of a merge"
     if page.name != "CHANGELOG.md":  # its entries are lists
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         items = [item for part in re.split(r"\n\s*\n", prose) for item in re.split(r"\n(?=- |\d+\. )", part)]
@@ -290,6 +292,9 @@ def test_headlines_are_those_of_the_newest_stored_runs() -> None:
         assert f"{schedules[case][f'ring / double_ring({ranks})']} times" in measured
     assert f"documents {patterns['documents_16']['dense / forward x 0.0625']}," in measured
     assert f"window of 256 {patterns['window_256']['dense / forward x 0.03076']}." in measured
+
+    packed, page = schedules["packed"]["contiguous / balanced"], (ROOT / "docs/packed_documents.md").read_text()
+    assert f"[measured](measured.md#messages) {packed} times as fast" in page and f"take {packed} times" in measured
 
     def beside(name: str, mask: str, way: str) -> str:
         return peers[f"{mask}_{way}"].get(f"{name} / ringattn", "-")
@@ -361,9 +366,12 @@ def test_counts_of_classes_are_those_of_the_table_and_verbs_those_of_the_command
 
 def test_errors_on_published_measurements_are_those_of_their_page() -> None:
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/simulation.md", "benchmarks/published.md")]
-    (row,) = re.findall(r"^\| all \| .*$", pages[2], re.MULTILINE)
-    assert any(line.startswith("| all |") and row.startswith(line) for line in pages[1].splitlines())
-    count, half, most = re.findall(r"\| all \| (\d+) \| ([\d.]+) / ([\d.]+) %", row)[0]
-    told = " ".join(pages[0].split())
-    assert f"{count} published attention times are predicted" in told
-    assert f"a median error of {half} % and a 90th percentile of {most} %" in told
+    told = [
+        re.search(r"^\| families that set nothing \| (\d+) \|[| ]*([\d.]+) / ([\d.]+) %", page, re.M)
+        for page in pages[1:]
+    ]
+    assert told[0] and told[1] and told[0].groups() == told[1].groups()
+    count, half, most = told[0].groups()
+    readme = " ".join(pages[0].split())
+    assert f"{count} published attention times are predicted" in readme
+    assert f"a median error of {half} % and a 90th percentile of {most} %" in readme

@@ -118,7 +118,7 @@ CALLS = {
     "simulate ranks=8 tokens=64k machine=h100_nvlink_ib": "Causal() over 65,536 tokens",
     "run ranks=2": "ringattn run: not on Windows",
     "report standard": "ringattn report: not on Windows",
-    "simulate mode=numerics": "mode=numerics: not on Windows",
+    "verify": "ringattn verify: not on Windows",
 }
 
 

@@ -23,10 +23,10 @@ SITE = ROOT / "docs/_build/html"
 TOGETHER = 4
 #: Studies with every plot: of many lines, with ties; of several series and machines; and of a model.
 STUDIES = {
-    "crossover": "study=crossover",
-    "plots": "-m ranks=2,4,8 tokens=64k,1M pattern=causal,longnet,dilated machine=h100_nvlink_ib,gtx1080_pcie "
-    "study.plots=[stack,efficiency,memory,time,crossover]",
-    "decode": "study=decode study.axes.cp=[1,2,4]",
+    "crossover": "crossover",
+    "plots": "ranks=2,4,8 tokens=64k,1M pattern=causal,longnet,dilated machine=h100_nvlink_ib,gtx1080_pcie "
+    "plots=[stack,efficiency,memory,time,crossover]",
+    "decode": "decode axes.cp=[1,2,4]",
 }
 
 
@@ -60,12 +60,12 @@ def find_smallest(figure: Path) -> float:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_pages_and_figures_can_be_read(inside: Inside, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_site(ROOT / "benchmarks", tmp_path / "benchmarks")
     for name, words in STUDIES.items():
-        assert inside("simulate", *words.split(), f"output.path={name}").returncode == 0
+        assert inside("study", *words.split(), f"output.path={name}").returncode == 0
     for name, prices in {"advice": None, "prices": {"h100": 2.5, "a100_nvlink_ib": 0.2}}.items():
         output = AdviseOutputGroup(page=str(tmp_path / f"{name}.html"))
         with contextlib.redirect_stdout(io.StringIO()):
@@ -82,6 +82,8 @@ def test_pages_and_figures_can_be_read(inside: Inside, tmp_path: Path) -> None:
     # Of README, on a package index or a forge, which shrink figures to the width of a phone less its margins.
     faults["README"] = [path.name for path in figures.STORED if find_smallest(path) * (WIDTHS[0] - 32) < SMALLEST]
     assert len(pages) > 20 and seen["words"] > 100
+    assert {"fastest and cheapest" in pages[page] for page in ("advice.html", "prices.html")} == {True, False}
+    assert ">ranks=64</text>" in pages["crossover/report.html"], "24 lines are in four panels"
     assert not {name: wrong for name, wrong in faults.items() if wrong}
 
 

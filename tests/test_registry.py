@@ -188,7 +188,7 @@ def test_an_installed_package_adds_parts(tmp_path: Path, points: dict[str, dict[
     ("words", "status", "shown"),
     [
         ("plan -m schedule=star,ring pattern=Recent()", 0, "schedule        star"),
-        ("simulate -m schedule=star,ring study.plots=[]", 0, "2 points [modelled], 0 refused"),
+        ("simulate -m schedule=star,ring", 0, "2 points [modelled], 0 refused"),
         ("plan schedule=stra", 2, "did you mean 'star'? expected one of allgather, auto, direct"),
         ("run kernel=counting transport=virtual dtype=float64 repeat=1", 0, "on 4 virtual ranks"),
         ("run kernel=counting transport=virtual", 2, "kernel counting computes float64, got"),
@@ -324,7 +324,7 @@ def test_an_installation_that_is_older_than_the_source_is_named(tmp_path: Path) 
         "    try: main()\n"
         "    except SystemExit as end: assert end.code == 2\n"
     )
-    calls = ("advise", "simulate -m ranks=2,4", "simulate mode=published")
+    calls = ("advise", "simulate -m ranks=2,4", "score")
     done = subprocess.run(
         [sys.executable, "-c", code, *calls], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -16,7 +16,7 @@ MAX_ROWS = 50
 
 
 def headlines(record: dict[str, Any]) -> Cells:
-    """The headline numbers of a report of `run`, `plan`, or `simulate mode=numerics`."""
+    """The headline numbers of a report of `run`, `plan` or `verify`."""
     cells: Cells = {}
     for name, timed in record.get("passes", {}).items():
         moved = "sent" if "bytes_sent" in timed else "copied"

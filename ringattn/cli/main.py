@@ -22,7 +22,7 @@ from ..registry import Registry
 from ..text import did_you_mean
 from ..transport.launcher import UNREAD, detect, drop_output, refuse_windows, show_note
 from .config.defaults import conf_dir, read_defaults
-from .config.folders import fit, heading, user_folders, verb_help
+from .config.folders import OPTIONS, fit, heading, user_folders, verb_help
 from .config.overrides import (
     JSON_KEYS,
     as_study,
@@ -40,12 +40,14 @@ from .signals import ending_at_once, ending_tidily
 #: The function that runs each verb, called with its configuration. ringattn.lab and other packages add verbs through
 #: entry points.
 VERBS: Registry[Callable[[Any], dict[str, Any] | None]] = Registry(
-    "verbs", {verb: f"cli.{verb}:main" for verb in ("run", "plan", "simulate", "doctor")}
+    "verbs", {verb: f"cli.{verb}:main" for verb in ("run", "plan", "simulate", "verify", "doctor")}
 )
 #: Errors, besides Hydra's own, that Hydra raises for unusable overrides of its own keys or of groups.
 HYDRA_ERRORS = (ValueError, TypeError, AttributeError, KeyError, AssertionError, ImportError, RuntimeError)
 #: Verbs that every rank of a launched job runs.
 RANK_VERBS = ("run", "calibrate", "audit")
+#: Verbs whose jobs with -m are the points of one study, in one folder.
+STUDIED = ("simulate", "estimate")
 #: Exit status after an error.
 USAGE_ERROR = 2
 #: Longer error lines are cut to MAX_LINE characters, the last LINE_END of them from the end of the line.
@@ -105,10 +107,9 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "ringattn <verb> --help                     examples, keys and groups of a verb; --help GROUP: its options",
-            "ringattn <verb> --cfg job --resolve        the resolved configuration, without running it",
-            "ringattn <verb> -m ranks=2,4               one job per value; simulate: one study",
-            'eval "$(ringattn -sc install=bash)"         completion in this shell (also zsh, fish)',
+            *(f"  {name:<12}  {text}" for name, text in OPTIONS.items()),
+            "",
+            'eval "$(ringattn -sc install=bash)": completion in this shell (also zsh, fish)',
             "",
             'example: ringattn plan pattern="Causal() & Window(4096)" ranks=8 tokens=1M',
         ]
@@ -138,6 +139,7 @@ def _complete(words: list[str], request: str) -> None:
 
 def _run_verb(verb: str, given: Namespace) -> None:
     """Print the help of a verb, or run it, as one rank of the job if a launcher started this process."""
+    asked, verb = verb, "study" if given.multirun and verb in STUDIED else verb
     if verb not in SCHEMAS:
         SCHEMAS.check_installed()
         hint = did_you_mean(verb, SCHEMAS)
@@ -148,10 +150,9 @@ def _run_verb(verb: str, given: Namespace) -> None:
         return
     if verb in (*RANK_VERBS, "report"):
         refuse_windows(f"ringattn {verb}")
-    verb, overrides = _own_overrides(verb, given)
-    other_mode = any(each.startswith("mode=") and each != "mode=timing" for each in overrides)
-    if verb == "simulate" and given.multirun and not other_mode:
-        overrides, given.multirun = as_study(overrides), False  # simulate runs all jobs as one study, in one folder
+    overrides = _own_overrides(asked, given)
+    if verb == "study":
+        overrides, given.multirun = as_study(asked, overrides), False
     launch = detect()
     if verb not in RANK_VERBS and (launch.local_rank if verb == "doctor" else launch.rank):
         return  # only rank 0 prints; for doctor, which describes a machine, one rank per node
@@ -169,8 +170,8 @@ def _run_verb(verb: str, given: Namespace) -> None:
         _run_hydra(verb, arguments)
 
 
-def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
-    """(verb, overrides), with --json, --compare, `report NAME` and `audit TARGET` as overrides. Raises InvalidInput."""
+def _own_overrides(verb: str, given: Namespace) -> list[str]:
+    """The overrides, with --json, --compare, `report NAME` and `audit TARGET` among them. Raises InvalidInput."""
     overrides = given.words[1:]
     if given.json:
         if verb not in JSON_KEYS:
@@ -184,9 +185,7 @@ def _own_overrides(verb: str, given: Namespace) -> tuple[str, list[str]]:
         overrides[0] = f"target={overrides[0]}"
     if verb == "report" and overrides and re.fullmatch(r"\w+", overrides[0]):
         overrides[0] = f"suite={overrides[0]}"
-        if overrides[0] == "suite=billion":  # this suite is a study of the timing model
-            return "simulate", ["experiment=billion_tokens", *overrides[1:]]
-    return verb, overrides
+    return overrides
 
 
 def _run_hydra(verb: str, prepared: list[str], program: str | None = None) -> None:

@@ -70,7 +70,7 @@ def check_ranks(config: RankConfig, alone: str) -> None:
     if config.ranks > MAX_VIRTUAL and transport == "virtual":
         raise InvalidInput(
             f"ranks={config.ranks:,}: at most {MAX_VIRTUAL:,} virtual ranks fit in one process; try fewer, or ringattn "
-            "simulate mode=numerics, which executes sampled rows of any number of ranks"
+            "verify, which executes sampled rows of any number of ranks"
         )
     check_threads("threads", config.threads)
     if not 0 < config.timeout <= MAX_TIMEOUT:

@@ -322,7 +322,7 @@ class Run:
             numbers.append(Number("error", text, "measured"))
         if record["output"] is not None:
             numbers.append(Number("output", record["output"]))
-        print_numbers(f"{plan.pattern!r}, {plan.tokens:,} tokens, {record['where']}", numbers)
+        print_numbers(f"{plan.pattern!r}, {plural(plan.tokens, 'token')}, {record['where']}", numbers)
         if plan.choice is not None:
             print_choice(plan.choice)
 

@@ -1,9 +1,9 @@
-"""ringattn simulate: predict the time of a plan on a machine, without torch; other modes execute the plan."""
+"""ringattn simulate: predict the time of a plan on a machine, without torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,6 @@ from ..files import STDOUT, check_json, write_json
 from ..machine.machine import MACHINE_NUMBERS, Machine
 from ..plan.choice import choice_record
 from ..plan.plan import Plan
-from ..registry import Registry
 from ..simulator.progress import listening
 from ..simulator.reporting.console import (
     Number,
@@ -31,33 +30,17 @@ from ..simulator.timing.window import window
 from ..text import digits, duration, plural, size
 from .comparison import Cells, print_jobs
 from .config.build import plans_from_config, simulate_options
-from .config.groups import check_choice, refuse
+from .config.groups import refuse
 from .config.schema import SimulateConfig
 from .counts import record_pass
 
-#: The function that runs each mode except "timing". "study" and "model" are chosen by other settings.
-MODES: Registry[Callable[[SimulateConfig], dict[str, Any] | None]] = Registry(
-    "modes", {"numerics": "cli.simulate_numerics:main"}
-)
 #: The most ranks and steps in a trace.
 TRACED_RANKS, TRACED_STEPS = 64, 256
 
 
-def main(config: SimulateConfig) -> dict[str, Any] | None:
-    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON if asked.
-
-    With mode=numerics returns the numbers, for the table of a `-m` sweep; with mode=timing None.
-    """
-    is_study = config.mode == "timing" and bool(config.study.axes or config.study.together)
-    if is_study or config.model.spec is not None or config.mode not in ("timing", *MODES.builtin):
-        MODES.check_installed()
-    check_choice("mode", config.mode, ("timing", *(name for name in MODES if name not in ("model", "study"))))
-    if is_study:  # the study checks its points
-        return MODES["study"](config)
+def main(config: SimulateConfig) -> None:
+    """Print the timeline of a forward, and with backward=true of a backward; write the numbers as JSON if asked."""
     config.check()
-    if config.model.spec is not None or config.mode != "timing":
-        name = "model" if config.model.spec is not None else config.mode
-        return MODES[name](config)
     check_json(config.output.path)
     check_json(config.trace)
     machine = config.machine.made(ranks=config.ranks)
@@ -80,7 +63,6 @@ def main(config: SimulateConfig) -> dict[str, Any] | None:
             passes = {timeline.direction: duration(timeline.seconds) for timeline in timelines}
             jobs.append(({"mask": f"{len(jobs) + 1}"}, {"imbalance": f"{plan.imbalance:.4f}", **passes}))
     print_jobs(jobs, "masks: imbalance [counted], times [modelled]")
-    return None
 
 
 def _trace_spans(plan: Plan, machine: Machine, timelines: list[Timeline], faults: dict[str, Any]) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Error bands: how far published measurements are from the model: passes of presets, steps of training, and memory.
 
-`ringattn simulate experiment=published` computes the bands; tests compare them.
+`ringattn score` computes the bands; tests compare them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .presets import PRESETS
 
 #: The smallest number of tokens per rank, over all sequences, in each size class.
 SIZES = (0, 4096, 16384)
@@ -17,21 +19,27 @@ SIZES = (0, 4096, 16384)
 class ErrorBand:
     """How far published times were from the model's: 90 % were `low` to `high` times the predicted time.
 
-    The band is based on `rows` published passes or training steps; the predictions come from a model that was fitted
-    without them.
+    The band is based on `rows` published passes or training steps, and made for the model as it is. `seen` of the
+    passes are of publications that set a number of the preset, so that their errors are in sample.
     """
 
     rows: int
     low: float
     high: float
+    seen: int = 0
 
 
-#: The error bands of each preset by size class; None: no published measurement.
-BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
-    "a100_nvlink_ib": (ErrorBand(24, 1.15, 3.51), ErrorBand(16, 0.91, 1.11), ErrorBand(113, 1.06, 1.34)),
-    "a100_pcie": (ErrorBand(18, 0.53, 1.17), ErrorBand(12, 0.93, 2.22), ErrorBand(18, 0.8, 1.43)),
-    "h100_nvlink_ib": (None, ErrorBand(128, 0.96, 1.1), ErrorBand(12, 0.84, 1.04)),
-    "h800_nvlink_ib": (None, ErrorBand(16, 0.83, 1.15), None),
+#: The error bands of each preset and its kernels' library by size class; None: no published measurement.
+BANDS: dict[tuple[str, str], tuple[ErrorBand | None, ...]] = {
+    ("a100_nvlink_ib", "fa2"): (
+        ErrorBand(24, 0.79, 2.35, 24),
+        ErrorBand(16, 0.94, 1.25, 16),
+        ErrorBand(113, 1.05, 1.35, 113),
+    ),
+    ("a100_pcie", "fa2"): (ErrorBand(18, 0.53, 1.17, 18), ErrorBand(12, 0.92, 2.22, 12), ErrorBand(18, 0.8, 1.44, 18)),
+    ("h100_nvlink_ib", "fa3"): (None, ErrorBand(128, 0.96, 1.11), ErrorBand(6, 0.97, 1.05)),
+    ("h100_nvlink_ib", "triton"): (None, None, ErrorBand(6, 0.84, 0.92)),
+    ("h800_nvlink_ib", "fa2"): (None, ErrorBand(16, 0.82, 1.16, 16), None),
 }
 
 
@@ -40,7 +48,7 @@ BANDS: dict[str, tuple[ErrorBand | None, ...]] = {
 STEPS, MEMORY = ErrorBand(81, 0.81, 1.24), ErrorBand(22, 0.73, 1.37)
 #: The longest sequences of those steps (tokens), the libraries whose attention they use, and their machines.
 STEPS_TOKENS, STEPS_LIBRARIES = 1 << 18, ("fa2", "cudnn", "triton_2022")
-STEPS_MACHINES = ("a100_nvlink_ib", "h100_nvlink_ib", "h100_500w_ib", "h200_nvlink_ib", "b200_nvlink_ib")
+STEPS_MACHINES = ("h100_nvlink_ib", "h100_500w_ib", "h200_nvlink_ib")
 
 
 def describe_steps(outside: Sequence[str]) -> str:
@@ -82,15 +90,23 @@ def describe_sizes(index: int) -> str:
     return f"{SIZES[index]:,} to {SIZES[index + 1] - 1:,} tokens per rank"
 
 
-def describe_band(preset: str, tokens: int) -> str:
-    """A sentence for reports: the error band of a preset with `tokens` tokens per rank; "" if `preset` is ""."""
+def describe_band(preset: str, library: str, tokens: int) -> str:
+    """A sentence for reports: the error band of a preset with the kernels of `library` ("": none of a library).
+
+    The rank has `tokens` tokens. "" if `preset` is "".
+    """
     if not preset:
         return ""
-    index = size_class(tokens)
-    band = BANDS.get(preset, (None,) * len(SIZES))[index]
+    spec, index = f"{preset}/{library}" if library else preset, size_class(tokens)
+    band = BANDS.get((preset, library), (None,) * len(SIZES))[index]
+    what = f"{spec} with {describe_sizes(index)}"
     if band is None:
-        return f"{preset} with {describe_sizes(index)}: no published measurement"
+        made = PRESETS[preset]
+        tuned, families = ", ".join(made.tuned(library)), ", ".join(made.families(library))
+        others = f"; published calls set {tuned} ({families})" if tuned else ""
+        return f"{what}: no published measurement{others}"
+    seen = f"{band.seen} of these are in sample: their publications set" if band.seen else "none of these set"
     return (
-        f"{preset} with {describe_sizes(index)}: 90 % of {band.rows} published passes took {band.low:g} to "
-        f"{band.high:g} times as long as this model predicts without them"
+        f"{what}: 90 % of {band.rows} published passes took {band.low:g} to {band.high:g} times as long as this model "
+        f"says; {seen} numbers of the preset"
     )

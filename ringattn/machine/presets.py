@@ -20,9 +20,8 @@ CURRENCY = "USD"
 class Fact(Struct, frozen=True):
     """One number of a machine and where it comes from.
 
-    Machine files also give the `unit`; presets give the `reason`: a document or an explanation. For a number fitted to
-    published measurements, `families` are the kinds of measurements used, and `without` is the number fitted without
-    these.
+    Machine files also give the `unit`; presets give the `reason`: a document or an explanation. For a number that
+    published measurements set, `families` are their publications, and `without` is the number made without these.
     """
 
     value: bool | int | float
@@ -30,7 +29,7 @@ class Fact(Struct, frozen=True):
     unit: str = ""
     reason: str = ""
     families: tuple[str, ...] = ()
-    without: float | None = None
+    without: int | float | None = None
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +43,15 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     about: str = ""
     flops_dtype: str = "bfloat16"
     kernels: dict[str, dict[str, Fact]] = {}
+
+    def tuned(self, library: str) -> dict[str, Fact]:
+        """The numbers, with the kernels of `library`, that published measurements set."""
+        facts = {**self.values, **self.kernels.get(library, {})}
+        return {number: fact for number, fact in facts.items() if fact.families}
+
+    def families(self, library: str) -> tuple[str, ...]:
+        """The publications of those measurements."""
+        return tuple(dict.fromkeys(name for fact in self.tuned(library).values() for name in fact.families))
 
     def machine(self, name: str, library: str | None = None, *, unseen: str = "") -> Machine:
         """Make a `Machine` called `name` from this preset, with the kernels of `library` (None: the first library).
@@ -79,6 +87,8 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
 #: Presets by name. `cpu` and `cuda` are the defaults of these device types.
 PRESETS = load(Path(__file__).with_suffix(".yaml"), dict[str, Preset], "presets")
+#: The publications that set numbers of presets: their own measurements are in sample.
+TUNING = frozenset(name for one in PRESETS.values() for lib in ("", *one.kernels) for name in one.families(lib))
 #: The machines of the presets, by name.
 MACHINES: dict[str, Machine] = {name: preset.machine(name) for name, preset in PRESETS.items()}
 

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 import ringattn as ra
 from ringattn.cli import doctor, run
 from ringattn.cli.comparison import MAX_ROWS, print_jobs
-from ringattn.cli.config.schema import SCHEMAS, RunConfig, SimulateConfig, parse_size
+from ringattn.cli.config.schema import SCHEMAS, RunConfig, parse_size
 from ringattn.errors import InvalidInput
 from ringattn.kernels import visit
 from ringattn.lab.published.predictions import read_measurements
-from ringattn.lab.verbs import simulate_published
+from ringattn.lab.verbs import score
+from ringattn.lab.verbs.settings import ScoreConfig
 from ringattn.text import duration, size
 
 
@@ -75,7 +76,7 @@ def test_a_plan_of_latents(inside: Inside, refused: Refused, tmp_path: Path) -> 
     timed = json.loads(inside("simulate", *sizes, block, "layout=zigzag", "machine=h100_nvlink_ib", "--json").stdout)
     assert timed["passes"]["forward"]["seconds"] == ra.simulate(plan, "h100_nvlink_ib").seconds
     assert "block=5: expected (heads, width)" in refused("plan", "block=5")
-    assert "block=[[1, 8]] has no meaning with mode=numerics" in refused("simulate", "mode=numerics", "block=[[1, 8]]")
+    assert "block is a key of ringattn plan and simulate, not of" in refused("verify", "block=[[1, 8]]")
 
 
 def test_a_plan_of_a_chunk_after_a_cache(inside: Inside, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
         (("help",), "ringattn <verb>"),
         (("--version",), ra.__version__),
         (("run", "--cfg", "job", "--resolve"), "spec: Causal()"),
-        (("plan", "--help"), "pattern=causal | dilated | "),
+        (("plan", "--help"), "(--help GROUP): pattern=causal layout=contiguous"),
         (("help", "run", "machine"), "machine.latency=null"),
         ((*DOCUMENTS, "layout=balanced"), "balanced(1) on 4 ranks"),
         ((*DOCUMENTS, "layout=balanced", "layout.chunk=50"), "balanced(50) on 4 ranks"),
@@ -107,7 +108,7 @@ DOCUMENTS = ("plan", "ranks=4", "tokens=1000", "pattern=Documents([700, 300])")
         ((*DOCUMENTS, "layout=rows(400,300,0,300)"), "rows(400, 300, 0, 300) on 4 ranks"),
         (("plan", "experiment=window_64k"), "over 65,536 tokens, contiguous on 4 ranks"),
         (("simulate", "machine.memory=8G", "ranks=2"), "8.0 GiB"),
-        (("simulate", "ranks=1", "tokens=64"), "over 64 tokens, contiguous on 1 rank, ring, B=1 H=1 K=1 D=64 float32"),
+        (("simulate", "ranks=1", "tokens=64"), "over 64 tokens, contiguous on 1 rank, ring, B=1 H=8 K=8 D=64 float32"),
     ],
 )
 def test_help_and_short_calls(arguments: tuple[str, ...], words: str, inside: Inside, tmp_path: Path) -> None:
@@ -194,8 +195,8 @@ def test_the_jobs_of_a_run_end_in_a_table(transport: str, tmp_path: Path) -> Non
 
 
 def test_the_points_of_a_study_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
-    options = ("tokens=4k", "machine=h100_nvlink_ib", "study.plots=[]", "output.path=made")
-    done = inside("simulate", "-m", "ranks=1,8", "backward=false,true", *options)
+    options = ("tokens=4k", "machine=h100_nvlink_ib", "plots=[]", "output.path=made")
+    done = inside("study", "ranks=1,8", "backward=false,true", *options)
     header, *rows = last_table(done, "points [modelled]")
     assert header == ["ranks", "backward", "time", "exposed", "memory of a rank"]
     points = json.loads((tmp_path / "made" / "summary.json").read_text())["rows"]
@@ -209,7 +210,7 @@ def test_the_points_of_a_study_end_in_a_table(inside: Inside, tmp_path: Path) ->
 
 def test_the_jobs_of_numerics_end_in_a_table(inside: Inside, tmp_path: Path) -> None:
     written = "output.path=${hydra:job.num}.json"
-    done = inside("simulate", "-m", "mode=numerics", "ranks=2,3", "tokens=64", written)
+    done = inside("verify", "-m", "ranks=2,3", "tokens=64", written)
     header, *rows = last_table(done, "jobs")
     assert header == ["ranks", "time", "error"]
     for job, row in enumerate(rows):
@@ -224,11 +225,19 @@ def test_a_long_table_ends_with_where_the_rest_is(capsys: pytest.CaptureFixture[
 
 
 def test_published_measurements_tell_how_far_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulate_published, "read_measurements", lambda: read_measurements()[:3])
-    simulate_published.main(SimulateConfig(mode="published"))
-    assert "ringattn: measurements: 2 of 3" in capsys.readouterr().err
+    alike = [row for row in read_measurements() if row.family == "magi-h100"][:4]
+    monkeypatch.setattr(score, "read_measurements", lambda: alike)
+    config = ScoreConfig()
+    config.output.path = str(tmp_path / "errors.json")
+    score.main(config)
+    captured = capsys.readouterr()
+    assert "ringattn: measurements: 3 of 4" in captured.err
+    words = " ".join(captured.out.split())
+    assert "of 41 forecasts, not scored, as their source was public or read: 1, 2, 3, 4, 5, 6, 7" in words
+    written = json.loads((tmp_path / "errors.json").read_text())
+    assert len(written["predictions"]) == 4 and written["families"]["magi-h100"]["unseen"]["rows"] == 4
 
 
 def test_doctor(inside: Inside, tmp_path: Path) -> None:
@@ -319,7 +328,10 @@ def test_run_on_a_file(inside: Inside, tmp_path: Path) -> None:
 def test_every_schema_has_its_config() -> None:
     root = Path(__file__).resolve().parents[2] / "conf"
     assert {path.stem for path in root.glob("*.yaml")} == {*SCHEMAS, "job", "quiet"}
-    assert " ".join(sorted(SCHEMAS)) == "advise audit calibrate doctor plan play report run simulate"
+    assert (
+        " ".join(sorted(SCHEMAS))
+        == "advise audit calibrate doctor estimate plan play report run score simulate study verify"
+    )
 
 
 @pytest.mark.parametrize(

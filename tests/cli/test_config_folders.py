@@ -49,11 +49,11 @@ def test_a_users_options_are_checked_as_ours_are(
 
 
 def test_a_study_over_a_users_options(project: Path, inside: Inside) -> None:
-    words = "simulate -m --config-dir myconf machine=mycluster,cpu pattern=mine,causal tokens=1k study.plots=[]"
+    words = "study --config-dir myconf machine=mycluster,cpu pattern=mine,causal tokens=1k plots=[]"
     done = inside(words)
     assert "4 points [modelled], 0 refused" in done.stdout
     (folder,) = (project / "outputs").iterdir()
-    assert folder.name == "simulate", "all outputs without a path are in outputs/<verb>"
+    assert folder.name == "study", "all outputs without a path are in outputs/<verb>"
 
 
 def test_json_and_nothing_else_on_standard_output(tmp_path: Path, inside: Inside) -> None:

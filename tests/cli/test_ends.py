@@ -60,7 +60,7 @@ def test_a_disk_that_gets_full(tmp_path: Path) -> None:
     [
         (("plan", "ranks=2"), ""),
         (("simulate", "ranks=2"), ""),
-        (("simulate", "mode=numerics", "ranks=2", "tokens=64"), ""),
+        (("verify", "tokens=64"), ""),
         (("run", "transport=virtual", *SMALL), "cannot write Hydra's record of the job (No such file"),
         (("plan", "-m", "ranks=2,4"), "try another folder, such as hydra.sweep.dir=/tmp/ringattn"),
         (("simulate", "-m", "ranks=2,4"), "output outputs: cannot be made as a folder"),

@@ -34,12 +34,12 @@ from ringattn.transport.launcher import Launch
         ("report", "cases=null", ["cases=null"]),
         ("run", "hydra.verbose=true", ["hydra.verbose=true"]),
         ("plan", "+foo=1", ["foo=1"]),
-        ("simulate", "+study.axes={ranks: [2, 4]}", ["+study.axes={ranks: [2, 4]}"]),
+        ("study", "+axes={ranks: [2, 4]}", ["++axes={ranks: [2, 4]}"]),
         ("simulate", "machine.memory=8G,1.5e9", ["machine.memory=8589934592,1.5e9"]),
         ("simulate", "machine.call=1e-5", ["machine.call=1e-5"]),
-        ("simulate", "study.axes.ranks=[2]", ["++study.axes.ranks=[2]"]),
-        ("simulate", "model=my/config.json", ["model=file", "model.path='my/config.json'"]),
-        ("advise", "model=my/config.json", ["model.spec='my/config.json'"]),
+        ("study", "axes.ranks=[2]", ["++axes.ranks=[2]"]),
+        ("study", "fixed.tokens=8k", ["++fixed.tokens=8k"]),
+        ("estimate", "model=my/config.json", ["model=my/config.json"]),
         ("simulate", "machine=machine.yaml", ["machine=file", "machine.path='machine.yaml'"]),
         ("run", "input=qkv.npz", ["input=file", "input.path='qkv.npz'"]),
     ],
@@ -125,10 +125,15 @@ def test_one_rank_or_one_head_makes_no_ulysses_group() -> None:
 
 
 def test_comma_lists_become_axes() -> None:
-    assert as_study(["ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()"]) == [
-        "heads=4", "+study.axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
+    """Of a study by name, what is varied is no longer fixed; keys of the study itself are left alone."""
+    axes = "axes={ranks: ['1', '2'], pattern: ['Window(1, 2)', 'Full()']}"
+    assert as_study("study", ["scaling", "ranks=1,2", "heads=4", "pattern=Window(1, 2),Full()", "x=ranks"]) == [
+        "study=scaling", "x=ranks", "fixed={ranks: null, heads: '4', pattern: null}", axes
     ]  # fmt: skip
-    assert as_study(["ranks=range(1,4)"]) == ["+study.axes={ranks: ['1', '2', '3']}"]
-    assert as_study(["ranks=2,4", "output.path=a,b"]) == ["output.path=a,b", "+study.axes={ranks: ['2', '4']}"]
-    with pytest.raises(InvalidInput, match="no key has several values"):
-        as_study(["ranks=2"])
+    assert as_study("simulate", ["ranks=range(1,3)"]) == [
+        "of=simulate", "fixed={ranks: null}", "axes={ranks: ['1', '2']}"
+    ]  # fmt: skip
+    assert as_study("study", ["ranks=4", "axes.ranks=[2]", "axes.heads=[1]"]) == [
+        "axes.ranks=[2]", "axes.heads=[1]", "fixed={ranks: '4', heads: null}"
+    ]  # fmt: skip
+    assert as_study("estimate", ["output.path=a,b"]) == ["of=estimate", "output.path=a,b"]

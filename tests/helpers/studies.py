@@ -8,29 +8,24 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ringattn.cli.config.groups import LayoutGroup, StudyGroup
-from ringattn.cli.config.schema import MachineGroup, SimulateConfig
 from ringattn.lab.study.runner import Study
 from ringattn.lab.study.space import list_points
+from ringattn.lab.verbs.settings import StudyConfig
 
 
-def config(**more: Any) -> SimulateConfig:
-    base: dict[str, Any] = {
-        "layout": LayoutGroup("zigzag"),
-        "machine": MachineGroup("h100_nvlink_ib"),
-        "tokens": 4096,
-        "ranks": 4,
-        "heads": 2,
-        "study": StudyGroup(plots=[]),
-    }
-    return SimulateConfig(**{**base, **more})
+def config(axes: dict[str, Any], study: dict[str, Any] | None = None, **fixed: Any) -> StudyConfig:
+    """The settings of a study with these axes and options, and with `fixed` keys of its points."""
+    options = {"name": "test", "plots": [], **(study or {})}
+    varied = {*axes, *(key for entry in options.get("together", ()) for key in entry)}
+    base = {"layout": "zigzag", "machine": "h100_nvlink_ib", "tokens": 4096, "ranks": 4, "heads": 2, **fixed}
+    if varied & {"shard"} and "tokens" not in fixed:
+        del base["tokens"]
+    kept = {key: value for key, value in base.items() if key not in varied or key in fixed}
+    return StudyConfig(axes=axes, fixed=kept, **options)
 
 
 def study(folder: Path, axes: dict[str, Any], **more: Any) -> Study:
-    options = {"name": "test", "plots": [], **more.pop("study", {})}
-    if "shard" in axes:
-        more = {"tokens": SimulateConfig().tokens, **more}
-    made = config(study=StudyGroup(axes=axes, **options), **more)
+    made = config(axes, **more)
     return Study(made, list_points(made), folder)
 
 

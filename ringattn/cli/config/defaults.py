@@ -51,7 +51,7 @@ def read_defaults(verb: str) -> dict[str, Any]:
 def settings_of(verb: str, section: str = "") -> Callable[[type[T]], type[T]]:
     """Class decorator, used instead of `dataclass`: the defaults of fields come from the file conf/VERB.yaml.
 
-    Each field gets the value that the file has under the field's name. `section`, such as "study.execute", reads that
+    Each field gets the value that the file has under the field's name. `section`, such as "output", reads that
     section of the file instead of its top level. A verb is a command of ringattn, such as run.
     """
 

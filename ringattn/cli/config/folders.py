@@ -17,13 +17,14 @@ from .defaults import conf_dir, default_options, load_config
 from .groups import PARAMETER_GROUPS
 from .overrides import JSON_KEYS, WRITTEN
 
-#: Command-line options. Every verb has all of them, except --json (verbs in `JSON_KEYS`) and --compare (report).
+#: Options of every verb, except --json (verbs in `JSON_KEYS`) and --compare (report).
 OPTIONS = {
-    "-m": "run one job per combination of comma-separated values; simulate runs them as one study",
+    "-m": "one job per combination of comma-separated values; simulate, estimate: a study",
     "--json": "print only the numbers, as JSON",
-    "--compare OLD NEW": "print the ratios of two results' medians; noise=0.1 ignores changes below 10 %",
-    "--cfg job --resolve": "print the configuration that would run",
-    "--config-dir FOLDER": "also read config groups from this folder: FOLDER/pattern/mine.yaml adds pattern=mine",
+    "--compare": "OLD NEW: ratios of two results' medians; noise=0.1 ignores changes below 10 %",
+    "--cfg": "job --resolve: print the configuration that would run",
+    "--config-dir": "FOLDER: more config groups; FOLDER/pattern/mine.yaml adds pattern=mine",
+    "--help": "GROUP: the options of a config group",
     "--hydra-help": "options of Hydra, which implements this command line",
 }
 
@@ -66,36 +67,30 @@ def verb_help(verb: str, topics: Sequence[str], folders: Sequence[Path]) -> str:
     """
     path = conf_dir() / f"{verb}.yaml"
     head, _, keys = path.read_text(encoding="utf-8").partition("\n\n")
-    options = default_options(verb)
-    groups = {name: _group_lines(verb, name, str(x or "null"), [conf_dir(), *folders]) for name, x in options.items()}
+    groups = {group: str(option or "null") for group, option in default_options(verb).items()}
     for topic in topics:
         if topic not in groups:
             raise InvalidInput(f"{topic}: ringattn {verb} --help takes the name of a group: {', '.join(groups)}")
     if topics:
-        return "\n".join(line for topic in topics for line in groups[topic]).strip()
-    lines = [*heading(head), "", f"usage: ringattn {verb} [key=value ...] [options]"]
-    lines += ["", "keys, with their defaults (a key within a section is section.key)", *keys.splitlines()]
+        lines = [line for topic in topics for line in _group_lines(topic, groups[topic], [conf_dir(), *folders])]
+        return "\n".join(lines).strip()
+    title = "keys, with their defaults (a key within a section is section.key)"
+    lines = [*heading(head), "", title, *keys.splitlines(), ""]
     if groups:
-        lines += ["", f"groups; ringattn {verb} --help GROUP explains one"]
-        lines += [f"  {line}" for told in groups.values() for line in told[1:3]]
+        lines.append(f"groups (--help GROUP): {' '.join(map('='.join, groups.items()))}")
     if verb == "report":
-        lines += ["", f"suites: {', '.join(sorted(entry_points(group='ringattn.bench_suites').names))}"]
-    flags = {"--json": verb in JSON_KEYS, "--compare OLD NEW": verb == "report"}
-    lines += ["", "options", *(f"  {name:<22}{text}" for name, text in OPTIONS.items() if flags.get(name, True))]
+        lines.append(f"suites: {', '.join(sorted(entry_points(group='ringattn.bench_suites').names))}")
+    flags = {"--json": verb in JSON_KEYS, "--compare": verb == "report"}
+    lines.append(f"options (ringattn --help): {' '.join(name for name in OPTIONS if flags.get(name, True))}")
     return "\n".join(lines)
 
 
-def _group_lines(verb: str, group: str, default: str, folders: Sequence[Path]) -> list[str]:
-    """The help lines of a config group: each option with its comment and parameters, from the first folder with it.
-
-    An experiment whose comment begins with another verb, as in "simulate: ...", is left out.
-    """
+def _group_lines(group: str, default: str, folders: Sequence[Path]) -> list[str]:
+    """The help lines of a config group: each option with its comment and parameters, from the first folder with it."""
     texts = {name: f"# {preset.about}" for name, preset in PRESETS.items()} if group == "machine" else {}
     for folder in reversed(folders):
         texts |= {path.stem: path.read_text(encoding="utf-8") for path in (folder / group).glob("*.yaml")}
     texts.pop("custom", None)
-    if group == "experiment":
-        texts = {name: text for name, text in texts.items() if re.match(rf"(?!\w+: )|{verb}: ", heading(text)[0])}
     written = f"; or written out, such as {WRITTEN[group]}" if group in WRITTEN else ""
     lines = ["", f"{group}={' | '.join(sorted(texts))}", f"    default: {default}{written}"]
     for option, text in sorted(texts.items()):

@@ -202,17 +202,6 @@ def _check_nodes(machine: Machine, replaced: Mapping[str, object], ranks: int | 
 
 
 @dataclass
-class ModelGroup:
-    """The settings of a model: a model by name (`spec`), or the Hugging Face config.json at `path`.
-
-    With neither, `simulate` simulates a single attention call, not a model.
-    """
-
-    spec: str | None = None
-    path: str | None = None
-
-
-@dataclass
 class TransportGroup(ConfigGroup):
     """The settings of a transport.
 
@@ -232,28 +221,6 @@ class InputGroup:
     seed: int = 0
 
 
-@settings_of("simulate", "numerics")
-class NumericsGroup:
-    """The settings of `simulate mode=numerics`, which executes a plan and checks its numbers.
-
-    mode="sample" executes some query rows: `rows` is their number or their positions. They are on at most `spread`
-    ranks. mode="all" executes whole ranks: `count` of them (None: all) from rank `first` on, about `together` at a
-    time. `state` is a file from which an interrupted execution continues; with None, every execution starts from the
-    beginning.
-    """
-
-    mode: str
-    #: A size or a list of sizes; OmegaConf does not support a union of the two.
-    rows: Any
-    spread: int | None
-    first: int
-    count: int | None
-    together: int
-    state: str | None
-    period: int | None
-    threads: int
-
-
 @dataclass
 class OutputGroup:
     """`path`: the file or folder to write; None: write nothing."""
@@ -266,37 +233,3 @@ class RunOutputGroup(OutputGroup):
     """Output files of `ringattn run`: tensors at `path`, the printed numbers as JSON at `report`."""
 
     report: str | None
-
-
-@settings_of("simulate", "study.execute")
-class ExecuteGroup:
-    """The settings of a study for executing its plans with the numerics simulator, in fp64.
-
-    `budget` limits the execution time in seconds; with None, no plan is executed. The time is estimated from fixed
-    rates, so that every machine executes the same plans.
-    """
-
-    budget: float | None
-    rows: int
-    heads: int
-    head_dim: int
-    seed: int
-
-
-@settings_of("simulate", "study")
-class StudyGroup:
-    """The settings of a study, which simulates many points.
-
-    `axes` gives values for keys of `simulate`. The points are all combinations of one value per key, each combined with
-    every set of settings in `together`. A key label.NAME adds a column to the tables. `extrapolate` is a number of
-    tokens (a Size) to extrapolate to, or None.
-    """
-
-    name: str
-    axes: dict[str, list[Any]]
-    together: list[Any]
-    plots: list[str]
-    x: str | None
-    y: str | None
-    execute: ExecuteGroup
-    extrapolate: Any

@@ -34,7 +34,10 @@ WRITTEN = {
     "kernel": "kernel=aten_cuda:flash",
 }
 #: For each verb: the key that, set to `-`, prints only JSON on standard output.
-JSON_KEYS = {"run": "output.report", **dict.fromkeys(("plan", "simulate", "advise", "audit"), "output.path")}
+JSON_KEYS = {
+    "run": "output.report",
+    **dict.fromkeys(("plan", "simulate", "verify", "estimate", "advise", "audit"), "output.path"),
+}
 #: Matches a whole number in human notation, such as 4096, 1_000, 1e9, 64k or 2GiB.
 SIZE = re.compile(r"(?<![\w.])\d[\d._]*(?:e\+?\d+)?(?:[kmgt](?:ib)?)?(?![\w.])", re.IGNORECASE)
 #: Factors of the units in which numbers of a machine may be written, by the unit of the number.
@@ -126,11 +129,10 @@ def _prepare_override(verb: str, override: str) -> list[str]:
     plus, key, value = match.groups()
     if value in ("", "''", '""'):
         raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
+    _check_owner(verb, key, value)
     _check_group(verb, key, value)
-    if key.startswith("study.axes."):
-        return [f"++{key}={value}"]  # ++ both overrides an existing axis and adds a new one
-    if verb in ("advise", "audit") and key == "model":  # they have no group options in conf/model, only a model name
-        return [f"model.spec={quote(value)}"]
+    if verb == "study" and key.split(".")[0] in ("axes", "fixed"):
+        return [f"++{key}={value}"]  # ++ both overrides what a named study has and adds to it
     if not plus and is_written(key, value):
         return [f"{key}=custom", f"{key}.spec={','.join(map(quote, split_commas(value)))}"]
     if not plus and re.search(r"[/.]", value) and (conf_dir() / key / "file.yaml").is_file():
@@ -139,8 +141,18 @@ def _prepare_override(verb: str, override: str) -> list[str]:
         value = f"[{value}]"  # a single name becomes a list
     if key == "documents" and value.endswith(")"):  # a distribution, no function of Hydra
         value = quote(value)
-    plus = plus if key == "study.axes" else ""  # for other keys, + would add one that nothing reads
-    return [f"{plus}{key}={in_digits(SCHEMAS[verb], key, value)}"]
+    return [f"{key}={in_digits(SCHEMAS[verb], key, value)}"]  # a + would add a key that nothing reads
+
+
+def _check_owner(verb: str, key: str, value: str) -> None:
+    """Raise InvalidInput for a key that only other verbs have."""
+    name = key.partition(".")[0]
+    owners = [other for other in SCHEMAS if name in read_defaults(other)]
+    if owners and verb not in owners:
+        *some, last = owners
+        of = f"{', '.join(some)} and {last}" if some else last
+        hint = did_you_mean(name, read_defaults(verb))
+        raise InvalidInput(f"{key}={value}: {hint}{name} is a key of ringattn {of}, not of ringattn {verb}")
 
 
 def _check_group(verb: str, key: str, value: str) -> None:
@@ -199,25 +211,30 @@ def quote(value: str) -> str:
     return "'" + bare.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def as_study(overrides: list[str]) -> list[str]:
-    """Convert settings with several comma-separated values, such as ranks=8,64, to axes of a study.
+def as_study(verb: str, words: list[str]) -> list[str]:
+    """The words of `ringattn study`, or of another `verb` with -m, as overrides of a study's configuration.
 
-    Settings of `study`, `output` and Hydra are unchanged: they apply to all points. Raises InvalidInput if no setting
-    has several values.
+    A setting with several comma-separated values, such as ranks=8,64, becomes an axis, another one is fixed, and keys
+    of the study itself and of Hydra are unchanged. A first word without = names a study.
     """
-    others, axes = [], {}
-    for override in overrides:
-        key = override.partition("=")[0]
-        values = [] if key.lstrip("+~").startswith(("study", "output", "hydra")) else _values(override)
-        if len(values) > 1:
-            axes[key] = values
-            others += [f"model={values[0]}"] if key == "model" else []  # for its machine, layout, schedule
+    own, axes, fixed = [] if verb == "study" else [f"of={verb}"], dict[str, str](), dict[str, str]()
+    for word in words:
+        key, is_setting, value = word.lstrip("+").partition("=")
+        section, _, axis = key.partition(".")
+        if word == words[0] and re.fullmatch(r"\w+", word):
+            own.append(f"study={word}")
+        elif not is_setting or key.startswith(("~", "hydra")) or section in read_defaults("study"):
+            own.append(word)
+            if section == "axes" and axis:
+                fixed.setdefault(axis, "null")  # an axis replaces what a named study fixes
+        elif len(values := _values(word)) > 1:
+            axes[key] = f"[{', '.join(map(quote, values))}]"
+            fixed.setdefault(key, "null")
         else:
-            others.append(override)
-    if not axes and not any(override.startswith("study=") for override in others):
-        raise InvalidInput("-m: no key has several values; write them with commas, such as ranks=8,64,512")
-    text = ", ".join(f"{key}: [{', '.join(map(quote, values))}]" for key, values in axes.items())
-    return [*others, f"+study.axes={{{text}}}"] if axes else others
+            fixed[key] = quote(value)
+    parts = {"fixed": fixed, "axes": axes}
+    texts = {name: ", ".join(f"{key}: {text}" for key, text in part.items()) for name, part in parts.items() if part}
+    return [*own, *(f"{name}={{{text}}}" for name, text in texts.items())]
 
 
 def _values(override: str) -> list[str]:

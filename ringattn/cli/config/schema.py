@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
@@ -19,14 +19,11 @@ from .groups import (
     InputGroup,
     LayoutGroup,
     MachineGroup,
-    ModelGroup,
-    NumericsGroup,
     OutputGroup,
     PatternGroup,
     RunOutputGroup,
     ScheduleGroup,
     Size,
-    StudyGroup,
     TransportGroup,
     check_choice,
     check_least,
@@ -59,7 +56,7 @@ def parse_size(value: Size, name: str = "size") -> int:
 
 @dataclass
 class ProblemSizes:
-    """The settings shared by `run`, `plan` and `simulate`, which have different defaults."""
+    """The settings shared by `run`, `plan`, `simulate` and `verify`."""
 
     pattern: PatternGroup
     layout: LayoutGroup
@@ -73,7 +70,6 @@ class ProblemSizes:
     heads: int
     kv_heads: int | None
     head_dim: int
-    batch: int
     dtype: str
     comm_dtype: str | None
     rotate: str
@@ -84,9 +80,8 @@ class ProblemSizes:
         return parse_size(self.tokens, "tokens")
 
     def sizes(self) -> dict[str, Any]:
-        """The arguments of `PlanSizes`, which `make_plan` also takes."""
-        names = ("heads", "kv_heads", "head_dim", "dtype", "batch", "comm_dtype", "rotate", "reproducible")
-        return {name: getattr(self, name) for name in names}
+        """The arguments of `PlanSizes`, which `make_plan` also takes, that the verb has."""
+        return {field.name: getattr(self, field.name) for field in fields(PlanSizes) if hasattr(self, field.name)}
 
     def queries(self) -> dict[str, Any]:
         """Keyword arguments of `make_plan` for queries at other positions than the keys. Raises InvalidInput."""
@@ -101,6 +96,7 @@ class RunConfig(ProblemSizes):
     transport: TransportGroup
     kernel: ConfigGroup
     input: InputGroup
+    batch: int
     mode: str
     context: Size
     new: Size
@@ -151,19 +147,31 @@ class RunConfig(ProblemSizes):
 
 @dataclass
 class TwoSides(ProblemSizes):
-    """The settings shared by `plan` and `simulate`, whose queries may be at other positions than their keys.
+    """The settings shared by `plan`, `simulate` and `verify`, whose queries may be at other positions than their keys.
 
-    `q_tokens` is the number of queries, and `q_first` the position of the first one.
+    `q_tokens` is the number of queries, and `q_first` the position of the first one. `shard` sets the tokens per rank.
     """
 
+    shard: Size | None
     q_tokens: Size | None
     q_first: Size | None
-    value_dim: int | None
-    block: Any
 
-    def sizes(self) -> dict[str, Any]:
-        """The arguments of `PlanSizes`, with those of keys and values that are made of other rows."""
-        return {**super().sizes(), "value_dim": self.value_dim, "block": self.block}
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect in combination with the others."""
+        if self.shard is not None:
+            refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks (shard=null unsets it)")
+
+    def length(self) -> int:
+        """The number of tokens of the sequence; may be 0. Raises InvalidInput for a size that cannot be parsed."""
+        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
+
+    def size(self) -> int:
+        """The number of tokens of the sequence. Raises InvalidInput if it is empty."""
+        tokens = self.length()
+        if not tokens and self.ranks:  # for ranks=0, other code raises an error about the ranks
+            name = "tokens" if self.shard is None else "shard"
+            raise InvalidInput(f"{name}=0: there is nothing to compute; try {name}=64k")
+        return tokens
 
     @property
     def is_square(self) -> bool:
@@ -199,6 +207,9 @@ class TwoSides(ProblemSizes):
 class PlanConfig(TwoSides):
     """The settings of `ringattn plan`; conf/plan.yaml explains each."""
 
+    value_dim: int | None
+    block: Any
+    batch: int
     rank: int | None
     steps: bool
     ascii: bool
@@ -215,6 +226,7 @@ class PlanConfig(TwoSides):
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others, or a wrong `state`."""
+        super().check()
         self.state_sizes()
         if self.rank is not None:
             refuse(self, "steps", "with rank=, which lists the steps of one rank")
@@ -230,98 +242,26 @@ class SimulateConfig(TwoSides):
     `slow`, `slow_links` and `stalls` are mappings or lists; `timing.simulate` checks them.
     """
 
-    mode: str
+    value_dim: int | None
+    block: Any
+    batch: int
     backward: bool
     slow: Any
     slow_links: Any
     stalls: Any
     passes: int | None
     solver: str
-    seed: int
-    shard: Size | None
     trace: str | None
-    model: ModelGroup
-    phase: str
-    chunk: Size | None
-    merge: str
-    windows: str
-    cp: int
-    dp: int
-    tp: int
-    ep: int
-    pp: int
-    micro_batches: int | None
-    interleaved: int
-    checkpointing: str
-    sharding: str
-    fp8: Any
-    fp8_cache: bool
-    lora: int | None
-    documents: Any
-    tp_overlap: bool
-    numerics: NumericsGroup
-    study: StudyGroup
-
-    def __post_init__(self) -> None:
-        if self.dtype == "auto":
-            self.dtype = "float64" if self.mode == "numerics" else "bfloat16" if self.model.spec else "float32"
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in combination with the others."""
-        models = "phase chunk merge windows cp dp tp ep pp micro_batches interleaved checkpointing sharding fp8"
-        models += " fp8_cache lora documents tp_overlap"
-        faults = "slow slow_links stalls passes solver"
-        sizes = "pattern ranks shard kv_heads comm_dtype rotate reproducible backward seed q_tokens q_first"
-        if self.shard is not None:
-            refuse(self, "tokens", "with shard=, which sets the tokens to shard x ranks (shard=null unsets it)")
-        if self.model.spec is not None:
-            self._check_model(f"{sizes} {faults}")
-            return
+        super().check()
         matmul = "machine.matmul " * (self.block is None)  # rows of a block are expanded by a product
-        refuse(
-            self,
-            f"{models} {matmul}machine.peak machine.matmul_fp8 machine.host_bandwidth machine.in_switch model",
-            "without a model, such as model=llama3_8b",
-        )
-        if self.mode != "timing":
-            refuse(self, f"study trace {faults} batch", f"with mode={self.mode}")
-        elif not self.study.axes and not self.study.together:
-            refuse(self, "study", "without a study; give study.axes.ranks=[8,64], study=NAME, or -m")
-        if self.mode == "published":
-            refuse(self, f"{sizes} layout schedule tokens numerics", "with mode=published")
+        of_models = f"{matmul}machine.peak machine.matmul_fp8 machine.host_bandwidth machine.in_switch"
+        refuse(self, of_models, "for a single attention, only in ringattn estimate")
         if not self.backward:
             rotate = "rotate " * (self.is_square and ", " not in self.rotate)
             refuse(self, f"{rotate}machine.call_backward machine.sweep_backward", "without backward=true")
-        if self.mode == "published":
-            refuse(self, "machine heads head_dim value_dim block dtype", "with mode=published")
-        elif self.mode == "numerics":
-            self._check_numerics()
-        else:
-            self._check_timing()
-
-    def _check_model(self, without: str) -> None:
-        reason = "with a model, which sets its own sizes (cp=, dp= and tp= set the ranks)"
-        refuse(self, f"mode numerics trace heads head_dim value_dim block {without}", reason)
-        if self.phase != "training":
-            training = "checkpointing sharding pp micro_batches interleaved lora documents"
-            refuse(self, training, f"with phase={self.phase}")
-        else:
-            refuse(self, "fp8_cache", "with phase=training, which keeps no keys")
-        if self.phase != "prefill":
-            refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
-        if self.phase != "decode":
-            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
-
-    def _check_numerics(self) -> None:
-        refuse(self, "value_dim block", "with mode=numerics, which draws keys and values of one width")
-        if not self.chooses:
-            refuse(self, "machine", "with mode=numerics, unless layout=auto or schedule=auto uses it")
-        unread = {"sample": "numerics.first numerics.count numerics.together", "all": "numerics.rows numerics.spread"}
-        refuse(self, unread.get(self.numerics.mode, ""), f"with numerics.mode={self.numerics.mode}")
-
-    def _check_timing(self) -> None:
-        refuse(self, "numerics", "with mode=timing")
-        refuse(self, "seed", "with mode=timing, which draws nothing")
         machine = self.machine.made()
         if not machine.mtbf or not self.passes:
             refuse(self, "machine.checkpoint machine.restart", "without machine.mtbf=... and passes=...")
@@ -330,17 +270,34 @@ class SimulateConfig(TwoSides):
         if machine.kernel is None:
             refuse(self, "machine.extrapolate", "without kernel times, which only machine=file has")
 
-    def length(self) -> int:
-        """The number of tokens of the sequence; may be 0. Raises InvalidInput for a size that cannot be parsed."""
-        return super().size() if self.shard is None else parse_size(self.shard, "shard") * self.ranks
 
-    def size(self) -> int:
-        """The number of tokens of the sequence. Raises InvalidInput if it is empty."""
-        tokens = self.length()
-        if not tokens and self.ranks:  # for ranks=0, other code raises an error about the ranks
-            name = "tokens" if self.shard is None else "shard"
-            raise InvalidInput(f"{name}=0: there is nothing to simulate; try {name}=64k")
-        return tokens
+@settings_of("verify")
+class VerifyConfig(TwoSides):
+    """The settings of `ringattn verify`; conf/verify.yaml explains each. `rows` is a size or a list of sizes."""
+
+    backward: bool
+    whole: bool
+    rows: Any
+    spread: int | None
+    first: int
+    count: int | None
+    together: int
+    period: int | None
+    seed: int
+    state: str | None
+    threads: int | None
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect in combination with the others."""
+        super().check()
+        if not self.chooses:
+            refuse(self, "machine", "here, unless layout=auto or schedule=auto uses it")
+        if self.whole:
+            refuse(self, "rows spread", "with whole=true")
+        else:
+            refuse(self, "first count together backward", "without whole=true")
+        if not self.backward and self.is_square and ", " not in self.rotate:
+            refuse(self, "rotate", "without backward=true")
 
 
 @settings_of("doctor")
@@ -352,5 +309,6 @@ class DoctorConfig:
 
 #: The dataclass of the settings of each verb, by name.
 SCHEMAS: Registry[type] = Registry(
-    "schemas", {verb: f"cli.config.schema:{verb.capitalize()}Config" for verb in ("run", "plan", "simulate", "doctor")}
+    "schemas",
+    {verb: f"cli.config.schema:{verb.capitalize()}Config" for verb in ("run", "plan", "simulate", "verify", "doctor")},
 )

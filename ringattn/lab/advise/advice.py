@@ -17,7 +17,7 @@ from ...machine.machine import MACHINE_NUMBERS
 from ...machine.presets import CURRENCY, PRESETS, get_machine
 from ...simulator.progress import Listener
 from ...simulator.timing.costs import SECONDS_PER_HOUR
-from ...text import did_you_mean, digits, duration, plural, rate, size
+from ...text import command_lines, did_you_mean, digits, duration, plural, rate, size
 from ..models.packing import Lognormal
 from ..models.parallel import CHECKPOINTING
 from ..models.training import ATTENTION_PARTS, StepEstimate
@@ -257,6 +257,11 @@ class Advice:
             return ""
         best = self.best[0]
         return torchtitan.command(self.question.model, best.offer.machine, self.question.tokens, best.parallel)
+
+    @property
+    def launch_lines(self) -> str:
+        """`launch` in lines of a terminal."""
+        return command_lines(self.launch)
 
     @property
     def not_fitting(self) -> list[str]:

@@ -18,7 +18,7 @@ from .search import Offer, Question
 def make_question(config: AdviseConfig) -> Question:
     """What to compare. Raises InvalidInput."""
     return Question(
-        model=load_model(config.model.path or str(config.model.spec)),
+        model=load_model(config.model),
         offers=tuple(make_offers(config)),
         tokens=parse_size(config.tokens, "tokens"),
         gpus=config.gpus,

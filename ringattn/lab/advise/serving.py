@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from math import ceil, gcd
 from typing import Any
 
 from ...errors import InvalidInput, RingAttentionError
@@ -19,6 +19,10 @@ from ..models.parallel import Parallel
 from .engines import ENGINES, command, starts
 from .search import LARGE, Offer, Question, divisors
 
+#: A factor on the sequences, and on their tokens, that is tried for the chosen spread.
+MORE = 4
+#: The number of chunks of a prompt that does not fit as a whole.
+CHUNKS = 32
 #: Times that differ by less than this fraction are equal: fewer bytes win.
 EQUAL = 0.01
 
@@ -65,30 +69,52 @@ class Serving:
             return (
                 f"{what}: no number of GPUs up to {question.gpus} gives the {self.waits_for}{limit}; at best it "
                 f"takes {duration(one.seconds)}, {one.seconds / question.within:.3g} times the limit, on "
-                f"{plural(count, 'GPU')} with {one.parallel.name} [modelled]."
+                f"{plural(count, 'GPU')} with {name_spread(one)} [modelled]."
             )
-        one, costs = self.best[gpus], self.costs(gpus)
+        one, costs = self.best[gpus], self.describe_costs(gpus)
         return (
             f"{what}: {plural(gpus, 'GPU')}{' are the fewest' if limit else ' are the fastest'} that give the "
-            f"{self.waits_for}{limit}: {one.parallel.name}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
+            f"{self.waits_for}{limit}: {name_spread(one)}, {duration(one.seconds)}, {size(one.bytes)} of each GPU"
             f"{f', {costs} for 1e6 tokens' if costs else ''} [modelled]."
         )
 
-    def cost(self, gpus: int) -> float:
-        """The price of 1e6 tokens on this number of GPUs; the GPU hours if the offer has no price."""
-        price = self.offer.price
-        return 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR * (1.0 if price is None else price)
+    @property
+    def changes(self) -> list[str]:
+        """What the chosen spread would take with 8 bits, more sequences or longer ones, a sentence each."""
+        if self.chosen is None:
+            return []
+        question, one, machine = self.question, self.best[self.chosen].parallel, self.offer.machine
+        software, users, tokens = one.software, MORE * one.rows, MORE * question.tokens
+        asked = {f"{users * one.dp:,} sequences": replace(one, rows=users), f"{tokens:,} tokens": one}
+        if not software.fp8_cache:
+            asked["fp8_cache=true"] = replace(one, software=replace(software, fp8_cache=True))
+        if not software.fp8 and machine.matmul_fp8 is not None:
+            asked["fp8=true"] = replace(one, software=replace(software, fp8=True))
+        lines = list[str]()
+        for name, parallel in asked.items():
+            longer = replace(question, tokens=tokens) if parallel is one else question
+            try:
+                found = estimate(longer, machine, parallel)
+            except RingAttentionError as error:
+                lines.append(f"With {name} there is no answer: {error}")
+                continue
+            fits = "" if found.fits is not False else f", but a GPU needs {found.lacks}"
+            lines.append(f"With {name} it takes {duration(found.seconds)} and {size(found.bytes)}{fits}.")
+        return lines
 
-    def costs(self, gpus: int) -> str:
-        """Cost and energy of 1e6 tokens, as text; "" where the machine has neither."""
-        offer, watts = self.offer, self.offer.machine.watts
-        hours = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR
-        found = [] if offer.price is None else [f"{digits(self.cost(gpus))} {CURRENCY}"]
-        return " and ".join([*found, *([] if watts is None else [f"{digits(hours * watts / 1000)} kWh"])])
+    def costs(self, gpus: int) -> dict[str, float]:
+        """Price and energy of 1e6 tokens on this number of GPUs by unit, as far as the machine has them."""
+        hours, watts = 1e6 / self.best[gpus].tokens_per_second / SECONDS_PER_HOUR, self.offer.machine.watts
+        rates = {CURRENCY: self.offer.price, "kWh": None if watts is None else watts / 1000}
+        return {unit: hours * rate for unit, rate in rates.items() if rate is not None}
+
+    def describe_costs(self, gpus: int) -> str:
+        """The same as text."""
+        return " and ".join(f"{digits(value)} {unit}" for unit, value in self.costs(gpus).items())
 
     def describe_miss(self, gpus: int) -> str:
         """How much memory is lacking on this number of GPUs, and what takes most of it, in words."""
-        return f"on {plural(gpus, 'GPU')} {self.misses[gpus].parallel.name} needs {self.misses[gpus].lacks}"
+        return f"on {plural(gpus, 'GPU')} {name_spread(self.misses[gpus])} needs {self.misses[gpus].lacks}"
 
     @property
     def launches(self) -> list[tuple[str, str]]:
@@ -102,7 +128,7 @@ class Serving:
             return [(f"{engine.name}: no server without cp on one host fits", "") for engine in ENGINES if gpus]
         split = max(self.best[gpus].parallel.cp, one.parallel.tp // question.model.kv_heads) > 1
         each = f", by this command for each of {one.parallel.dp} groups" if one.parallel.dp > one.parallel.ep else ""
-        words, found = f"{one.parallel.name} in {duration(one.seconds)} [modelled]{each}", list[tuple[str, str]]()
+        words, found = f"{name_spread(one)}: {duration(one.seconds)} [modelled]{each}", list[tuple[str, str]]()
         for engine in ENGINES:
             line = command(engine, question.model, question.tokens, one.parallel)
             said = words if line else "no option for these products in 8 bits"
@@ -119,8 +145,8 @@ class Serving:
                 longest = max(parts, key=lambda name: parts[name])
                 share = f"{longest} {parts[longest] / seconds:.0%}"
                 rate = f"{digits(one.tokens / seconds)} tokens/s"
-                line = (str(gpus), one.parallel.name, duration(seconds), rate, share, size(one.bytes))
-                rows.append((*line, self.costs(gpus).replace(" and ", ", ")))
+                line = (str(gpus), name_spread(one), duration(seconds), rate, share, size(one.bytes))
+                rows.append((*line, self.describe_costs(gpus)))
             elif one := self.misses.get(gpus):
                 rows.append((str(gpus), one.parallel.name, "does not fit", "", "", size(one.bytes), ""))
         return rows
@@ -139,6 +165,7 @@ class Serving:
             },
             "verdict": self.verdict,
             "chosen": self.chosen,
+            "changes": self.changes,
             "best": {
                 str(gpus): {
                     **{name: getattr(one.parallel, name) for name in ("cp", "dp", "tp", "ep")},
@@ -162,13 +189,12 @@ def serve(question: Question, offer: Offer, tell: Listener = lambda done, count,
     misses: dict[int, ModelEstimate] = {}
     plain: dict[int, ModelEstimate] = {}
     refused = set[str]()
-    phase = prefill if question.phase == "prefill" else decode
     for done, gpus in enumerate(question.counts):
         tell(done, len(question.counts), plural(gpus, "GPU"))
         found = []
         for parallel in list_spreads(question, offer.machine, gpus):
             try:
-                found.append(phase(question.model, offer.machine, question.tokens, parallel))
+                found.append(estimate(question, offer.machine, parallel))
             except RingAttentionError as error:
                 refused.add(str(error))
         fitting = [one for one in found if one.fits is not False]
@@ -185,6 +211,21 @@ def serve(question: Question, offer: Offer, tell: Listener = lambda done, count,
             f"no cp x dp x tp of {question.gpus} GPUs serves {question.model.name}{why}; try another number of GPUs"
         )
     return Serving(question, offer, best, misses, plain)
+
+
+def estimate(question: Question, machine: Machine, parallel: Parallel) -> ModelEstimate:
+    """The prefill or decode of a spread; without cp, a prompt that does not fit as a whole comes in CHUNKS."""
+    if question.phase == "decode":
+        return decode(question.model, machine, question.tokens, parallel)
+    one = prefill(question.model, machine, question.tokens, parallel)
+    if one.fits is not False or parallel.cp > 1:
+        return one
+    return prefill(question.model, machine, question.tokens, parallel, chunk=ceil(question.tokens / CHUNKS))
+
+
+def name_spread(one: ModelEstimate) -> str:
+    """The spread of an estimate, and whether prompts come in chunks, as text."""
+    return one.parallel.name + (f" in {CHUNKS} chunks" if f"{CHUNKS} chunks" in one.plan else "")
 
 
 def list_spreads(question: Question, machine: Machine, gpus: int) -> Iterator[Parallel]:

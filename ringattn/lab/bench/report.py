@@ -333,9 +333,11 @@ def read_report(results: Path) -> BenchReport:
             if was != target and target is not None:
                 ratio |= {"target": target, "met": ratio["median"] >= target, **({} if ratio["met"] else {"was": was})}
         if "target" in case["settings"] and "summary" in case and now.summarise is not None:
-            was, case["settings"]["target"] = now.summarise(case), now.settings["target"]
-            eased = not was["met"] and was["target"] != now.settings["target"]
-            case["summary"] = {**now.summarise(case), **({"was": was["target"]} if eased else {})}
+            (was,), target = get_summary({"summary": now.summarise(case)}), now.settings["target"]
+            case["settings"]["target"] = target
+            case["summary"] = now.summarise(case)
+            if not was["met"] and was["target"] != target:
+                case["summary"]["was"] = was["target"]
     return BenchReport(record)
 
 
@@ -408,7 +410,7 @@ def _newest(folder: Path) -> Iterator[tuple[str, str, str, str, Path]]:
         except InvalidInput as error:
             newest[path.parent.name, "any"] = "", str(error), path
             continue
-        if study.counts is not None:  # it is None in those of mode=published
+        if study.counts is not None:  # it is None in those of ringattn score
             said = f"{plural(study.counts.ok, 'point')} with numbers, {study.counts.refused} refused"
             run = study.date or "", said, path
             newest[study.study, "any"] = max(run, newest.get((study.study, "any"), run))

@@ -74,7 +74,7 @@ def run_suite(
             record = run_case(case, header, journal.records)
             if "failed" in record:
                 tell(f"{case.name} {record['failed']['class']}: {record['failed']['message'].splitlines()[-1]}")
-            took = {"took": time.perf_counter() - start, "source": source()}
+            took: dict[str, Any] = {"took": time.perf_counter() - start, "source": source()}
             if before is not None and (after := others_seconds()) is not None:
                 took["others"] = max(after - before, 0.0) / took["took"]
             journal.add(case.name, {**record, **took})

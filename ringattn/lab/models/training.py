@@ -174,11 +174,11 @@ def training_step(
     states = 0.0 if one is None else 3.0 * sequences * tokens * model.having["r"] * one.flops(summary=False)
     memory = _memory(costs, layers)
     copies = LOGIT_COPIES // LOGIT * memory["logits"]
+    # On the first stage at once (Narayanan et al. 2021).
+    pp, parts = parallel.pp, parallel.interleaved
+    in_flight = min(count, pp + (pp - 1) / parts if parts > 1 else pp)
     if count > 1:
-        # On the first stage at once (Narayanan et al. 2021).
-        pp, parts = parallel.pp, parallel.interleaved
-        in_flight = min(count, pp + (pp - 1) / parts if parts > 1 else pp)
-        kept = ceil(in_flight * (memory["activations"] - costs.again_bytes))
+        kept = ceil((1 if parallel.uses_host else in_flight) * (memory["activations"] - costs.again_bytes))
         memory |= {"activations": kept + costs.again_bytes, "gradients": costs.gradient_bytes}
     return StepEstimate(
         parallel=parallel,
@@ -191,7 +191,7 @@ def training_step(
         plan=describe_layers(layers, recurrent),
         checkpoint_bytes=CHECKPOINT * costs.trained * model.parameters / parallel.gpus,
         outside=_outside(model, machine, tokens, parallel),
-        host_bytes=_host_bytes(costs) if parallel.uses_host else 0,
+        host_bytes=_host_bytes(costs, in_flight) if parallel.uses_host else 0,
         imbalance=(max((one.imbalance for _, one in layers), default=1.0), uneven),
     )
 
@@ -211,11 +211,11 @@ def _groups(
     return max(groups) / rows / flops[0], max(groups) * dp / sum(groups), sum(groups)
 
 
-def _host_bytes(costs: LayerCosts) -> int:
+def _host_bytes(costs: LayerCosts, in_flight: float) -> int:
     """Bytes per GPU in the memory of its host: inputs of layers, and with "host" gradients and optimizer states."""
     _, gradient, optimizer = costs.software.states
     states = ceil((gradient + optimizer) * costs.held("optimizer")) if costs.parallel.trains_on_host else 0
-    return states + costs.model.layers * costs.kept_bytes
+    return states + ceil(in_flight * costs.model.layers * costs.kept_bytes)
 
 
 def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parallel) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ def _outside(model: ModelConfig, machine: Machine, tokens: int, parallel: Parall
         "LoRA": parallel.software.lora is not None,
         "packed documents": bool(parallel.documents),
         f"{tokens:,} tokens": tokens > STEPS_TOKENS,
-        f"GPUs of {machine.preset}": bool(machine.preset) and machine.preset not in STEPS_MACHINES,
+        f"GPUs of {machine.preset or 'this machine'}": machine.preset not in STEPS_MACHINES,
         f"attention by {rates.library if rates else 'flops'}": rates is None or rates.library not in STEPS_LIBRARIES,
     }
     return tuple(words for words, is_so in found.items() if is_so)

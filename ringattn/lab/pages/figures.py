@@ -19,8 +19,8 @@ COLOURS = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd"),
     *("#1b5e20", "#b5179e"),
 )
-#: Markers and dashes of lines: markers and COLOURS distinguish 96 lines, and a dashed line shows an equal one below it.
-MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
+#: Markers and dashes of lines; with COLOURS, markers distinguish 96 lines.
+MARKERS, DASHES = "osD^vP*X", ("--", ":", "-.")
 #: The smallest font, in points: 8 pixels on a phone, for which a figure of 4.8 inches shrinks.
 SMALL = 8.5
 #: A placeholder, which `to_svg` replaces by the page's text colour.
@@ -90,12 +90,12 @@ def draw_lines(
 ) -> Any:
     """Draw named series of points (x, y), joined by lines if `joined`, with a log x axis if `log`; returns the axes.
 
-    Each line is thinner than those before it, so that equal lines show beside each other.
+    Each line is thinner than those before it and has gaps, so that equal lines show.
     """
     axes = axes or figure.subplots()
     for i, (name, points) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
-        style["linestyle"] = DASHES[i % len(DASHES)] if joined else ""
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % 8]}
+        style["linestyle"] = "" if not joined else DASHES[i % 3] if i else "-"
         size = 1 - i / len(series)
         style |= {"linewidth": 1 + 2.5 * size, "markersize": 3 + 4 * size if joined else 3}
         if points:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from msgspec import ValidationError, convert
 
 from ...cli.config.defaults import conf_dir, load_config
-from ...cli.config.groups import PARAMETER_GROUPS, ModelGroup
+from ...cli.config.groups import PARAMETER_GROUPS
 from ...cli.config.overrides import TYPES, in_digits, is_written
 from ...cli.config.schema import PlanConfig
 from ...cli.counts import count_plans, join_records
@@ -37,9 +37,9 @@ def answer(settings: Mapping[str, Any], verb: str = "plan") -> dict[str, Any]:
     config.output.path = STDOUT
     if isinstance(config, AdviseConfig):
         config.check()
-        if config.model.spec not in MODELS:  # the command would also read a file
+        if config.model not in MODELS:  # the command would also read a file
             raise InvalidInput(
-                f"model={config.model.spec}: {did_you_mean(str(config.model.spec), MODELS)}expected one of "
+                f"model={config.model}: {did_you_mean(config.model, MODELS)}expected one of "
                 f"{', '.join(MODELS)}; ringattn advise model=config.json reads any other"
             )
         return record(advise(make_question(config), config.by))
@@ -59,9 +59,7 @@ def _read(verb: str, settings: Mapping[str, Any]) -> PlanConfig | AdviseConfig:
         text = str(value).strip()
         if not text:
             raise InvalidInput(f"{key}=: the value is empty; give one, or leave {key} out")
-        if key == "model":
-            values[key] = ModelGroup(text)
-        elif key in (*PARAMETER_GROUPS, "machine"):
+        if key in (*PARAMETER_GROUPS, "machine"):
             values[key] = convert({"spec": _spec(key, text)}, kinds[key])
         else:
             try:

@@ -1,19 +1,17 @@
-"""Errors of predicted published measurements, by family; of choices; error bands of presets; and a plot."""
+"""Errors of predicted published measurements, by family; of choices; and error bands of presets."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
-from pathlib import Path
+from math import ceil, exp, floor, log
 from statistics import fmean
 
 import numpy as np
 
-from ...files import writing
 from ...machine.bands import SIZES, ErrorBand, size_class
-from ..pages.figures import COLOURS, drawing
+from ...machine.presets import PRESETS, TUNING
 from .predictions import PredictedRow
 
 
@@ -36,31 +34,31 @@ class ErrorStatistics:
         return cls(len(errors), float(median), float(p90), fmean(errors))
 
     def __str__(self) -> str:
-        return f"{self.median:.1%} / {self.p90:.1%} / {self.bias:+.1%}"
+        return f"{100 * self.median:.1f} / {100 * self.p90:.1f} / {self.bias:+.1%}"
 
 
-#: The predictions of a row.
-WAYS = ("unseen", "null", "preset")
+#: The group of all rows whose families set no number of a preset: only they are scored.
+SCORED = "families that set nothing"
 #: Errors by what they are of.
 Errors = dict[str, ErrorStatistics]
 
 
 def errors_by_family(predictions: Sequence[PredictedRow]) -> dict[str, Errors]:
-    """The errors of four models, over all rows and by family; a family is the rows of one publication.
+    """The errors of three models, by family, and over the families that set no number of a preset (`SCORED`).
 
-    "unseen": machine presets fitted without the row's family. "null": every GPU at half its peak rate. "preset": the
-    presets as they are. "floor": the least error that any model with these inputs must make.
+    "unseen": presets made without the row's publication. "null": every GPU at half its peak rate. "in sample": the
+    presets as they are, for families that set a number; for others that is "unseen".
     """
-    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list, all=[*predictions])
+    groups: defaultdict[str, list[PredictedRow]] = defaultdict(list)
     for one in predictions:
-        groups[one.row.family].append(one)
-    return {
-        name: {
-            **{way: ErrorStatistics.of([getattr(x, way) / x.row.seconds - 1 for x in group]) for way in WAYS},
-            "floor": ErrorStatistics.of(_unavoidable(group)),
-        }
-        for name, group in groups.items()
-    }
+        for name in (one.row.family, *(() if one.row.family in TUNING else (SCORED,))):
+            groups[name].append(one)
+    found: dict[str, Errors] = {}
+    for name in sorted(groups, key=SCORED.__ne__):
+        ways = {"unseen": "unseen", "null": "null"} | ({"in sample": "preset"} if name in TUNING else {})
+        errors = {label: [getattr(x, way) / x.row.seconds - 1 for x in groups[name]] for label, way in ways.items()}
+        found[name] = {label: ErrorStatistics.of(x) for label, x in errors.items()}
+    return found
 
 
 def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
@@ -87,23 +85,23 @@ def judge_choices(predictions: Iterable[PredictedRow]) -> dict[str, float]:
     return {"count": len(losses), "mean": fmean(losses), "median": middle, "null": fmean(blind)}
 
 
-def preset_bands(predictions: Iterable[PredictedRow]) -> dict[str, tuple[ErrorBand | None, ...]]:
-    """By preset and size class, the range of measured / predicted seconds that holds for 90 % of the passes.
+def preset_bands(predictions: Iterable[PredictedRow]) -> dict[tuple[str, str], tuple[ErrorBand | None, ...]]:
+    """By preset with its kernels and size class, the range of measured / predicted seconds of 90 % of the passes.
 
-    The predictions are by presets fitted without the row's own family. None where there are no passes.
+    The predictions are by presets as they are, beside which the bands are printed. None where there are no passes.
     """
-    ratios: defaultdict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
+    groups: defaultdict[tuple[str, str], list[list[PredictedRow]]] = defaultdict(lambda: [[] for _ in SIZES])
     for one in predictions:
-        ratios[one.row.machine][size_class(one.row.shard)].append(one.row.seconds / one.unseen)
-    return {name: tuple(map(band_of, parts)) for name, parts in ratios.items()}
+        groups[one.row.machine, one.row.kernel][size_class(one.row.shard)].append(one)
+    return {name: tuple(map(_band_of, parts)) for name, parts in groups.items()}
 
 
-def band_of(ratios: Sequence[float]) -> ErrorBand | None:
-    """The range that contains 90 % of the ratios; None if there are no ratios."""
-    if not ratios:
+def _band_of(group: Sequence[PredictedRow]) -> ErrorBand | None:
+    if not group:
         return None
-    left_out, ordered = int(0.05 * len(ratios)), sorted(ratios)
-    return ErrorBand(len(ratios), round(ordered[left_out], 2), round(ordered[-1 - left_out], 2))
+    left_out, ordered = int(0.05 * len(group)), sorted(100 * one.row.seconds / one.preset for one in group)
+    seen = sum(one.row.family in PRESETS[one.row.machine].families(one.row.kernel) for one in group)
+    return ErrorBand(len(group), floor(ordered[left_out]) / 100, ceil(ordered[-1 - left_out]) / 100, seen)
 
 
 def band_of_sources(ratios: Mapping[str, Sequence[float]]) -> ErrorBand:
@@ -127,31 +125,3 @@ def count_left_out(ratios: Mapping[str, Sequence[float]]) -> dict[str, tuple[int
         band = band_of_sources({other: ratios[other] for other in ratios if other != source})
         found[source] = sum(band.low <= ratio <= band.high for ratio in rows), len(rows)
     return found
-
-
-def _unavoidable(group: Sequence[PredictedRow]) -> list[float]:
-    """The least errors of one prediction for all rows with the same plan and machine: no plan describes the method."""
-    alike: defaultdict[object, list[float]] = defaultdict(list)
-    for one in group:
-        row = one.row
-        alike[row.machine, row.kernel, row.passes, row.plans()].append(row.seconds)
-    return [sqrt(min(seconds) * max(seconds)) / second - 1 for seconds in alike.values() for second in seconds]
-
-
-def draw_scatter(predictions: Sequence[PredictedRow], folder: Path) -> None:
-    """Write scatter.svg: measured against modelled time of each row, one panel for each kind of prediction."""
-    with drawing(4.5, width=9.0) as figure:
-        families = list(dict.fromkeys(one.row.family for one in predictions))
-        panels = figure.subplots(1, 2, sharex=True, sharey=True)
-        titles = ("presets made without the family", "null model: half of the peak")
-        for panel, title, way in zip(panels, titles, WAYS, strict=False):
-            for family, colour in zip(families, COLOURS, strict=False):
-                of_family = [one for one in predictions if one.row.family == family]
-                points = [(one.row.seconds, getattr(one, way)) for one in of_family]
-                panel.plot(*zip(*points, strict=True), ".", color=colour, label=family, alpha=0.7)
-            ends = min(one.row.seconds for one in predictions), max(one.row.seconds for one in predictions)
-            panel.plot(ends, ends, color="black", linewidth=0.8)
-            panel.set(xscale="log", yscale="log", xlabel="measured [s]", ylabel="modelled [s]", title=title)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        with writing(folder / "scatter.svg") as path:
-            figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import convert
 
 from ...call.planner import make_plan
+from ...files import load, read_text
 from ...machine.machine import Machine
 from ...machine.presets import PRESETS
 from ...pattern import Causal, Documents, Full, Pattern
@@ -27,27 +28,12 @@ from ...plan.plan import Plan
 from ...simulator.progress import Listener
 from ...simulator.timing.simulation import simulate
 
-#: Where each family of rows was published (repository, version).
-SOURCES = {
-    "zhuzilin": "ring-flash-attention's README, batch: github.com/zhuzilin/ring-flash-attention, 8996282",
-    "zhuzilin-varlen": "ring-flash-attention's README, varlen: github.com/zhuzilin/ring-flash-attention, 8996282",
-    "zhuzilin-old": "ring-flash-attention's README of 2024: github.com/zhuzilin/ring-flash-attention, b00d24d",
-    "magi-h100": "bars of MagiAttention's benchmark, +-3 TFLOP/s: github.com/SandAI-org/MagiAttention, 2c64135",
-    "usp-a100-nvlink": "an image in USP's README: github.com/feifeibear/long-context-attention, 56118e0",
-    "usp-a100-pcie": "an image in USP's README: github.com/feifeibear/long-context-attention, 56118e0",
-    "kernel-h100": "TritonBench, flash_attention: github.com/pytorch/benchmark, ff65cb6",
-}
-#: Rows of the file that are not compared, and why.
-LEFT_OUT = {
-    f"usp-a100-pcie-{number:03}": f"compute and send the same, and one takes {times} times as long as the other, which "
-    "no link explains"
-    for times, pair in ((1.8, (28, 30)), (2.5, (33, 35)), (2.3, (34, 36)))
-    for number in pair
-} | {
-    f"usp-a100-nvlink-{number:03}": "take 2 to 4 times as long as the source's rows of 131,072 tokens allow, whatever "
-    "they send; with heads of 128 instead of the stated 32 they would not"
-    for number in range(25, 49)
-}
+#: What is known of the sources of rows and of training steps.
+NOTES: dict[str, Any] = load(Path(__file__).with_name("sources.yaml"), dict[str, Any], "sources")
+#: Where each family of rows was published (repository, version), or what is known of a family without rows here.
+SOURCES: dict[str, str] = NOTES["families"] | NOTES["elsewhere"]
+#: Rows of the file that are not compared.
+LEFT_OUT = {row for one in NOTES["left_out"] for row in one["rows"]}
 #: varlen rows are means over these splits of 8,192 tokens into documents; on 8 GPUs each document is 8 times as long.
 DOCUMENTS = ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128))
 #: FLOPs of passes relative to a forward.
@@ -111,10 +97,14 @@ class Measurement:
         return tuple(make_plan(pattern, **sizes) for pattern in patterns)
 
 
+def read_table(name: str, folder: Path = Path(__file__).parent) -> list[dict[str, str]]:
+    """The rows of a CSV file, beside this module or in a folder. Raises InvalidInput if it cannot be read."""
+    return list(csv.DictReader(read_text(folder / name, name).splitlines()))
+
+
 def read_measurements() -> list[Measurement]:
     """All rows of measurements.csv except those of `LEFT_OUT`, in order."""
-    with (Path(__file__).parent / "measurements.csv").open(newline="", encoding="utf-8") as file:
-        rows = convert(list(csv.DictReader(file)), list[Measurement], strict=False)
+    rows = convert(read_table("measurements.csv"), list[Measurement], strict=False)
     return [row for row in rows if row.id not in LEFT_OUT]
 
 

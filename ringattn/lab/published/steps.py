@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
+
+from msgspec import convert
 
 from ...machine.presets import get_machine
 from ..models.config import ModelConfig
 from ..models.parallel import TORCHTITAN, Parallel, Software
 from ..models.training import training_step
 from .errors import Errors, ErrorStatistics
+from .predictions import NOTES, read_table
 
 #: The group of all steps.
 ALL = "all"
-#: The preset of each GPU.
-MACHINES = {"a100": "a100_nvlink_ib", "h100": "h100_nvlink_ib", "h200": "h200_nvlink_ib", "b200": "b200_nvlink_ib"}
-#: By the first word of a source's name: its attention kernel and its software, from its own text and code. No number
-#: is fitted to rows.
-SOURCES: dict[str, tuple[str, Software]] = {
-    "torchtitan": ("/fa2", TORCHTITAN),
-    "Trainy": ("/cudnn", TORCHTITAN),
-    # tensor_parallel.py: q, k, v, gate and up each gather their input, and logits are gathered; all states in bf16.
-    "KempnerForge": ("/fa2", Software(states=(2, 2, 4), loss_rows=None, exchanges=7, splits_loss=False)),
-    "NeMo": ("/cudnn", replace(TORCHTITAN, hides_exchanges=True)),
-    # submit_benchmarks.py: attn_impl=triton; PyTorch of 2023, not compiled.
-    "llm-foundry": ("/triton_2022", replace(TORCHTITAN, compiled=False, stops_early=False)),
-}
+#: By the first word of a source's name: its attention kernel, and what its software does unlike torchtitan.
+SOURCES: dict[str, dict[str, Any]] = NOTES["steps"]
 
 
 def step_errors() -> tuple[dict[str, Errors], dict[str, dict[str, list[float]]]]:
     """Errors of the predicted training steps: (by source and precision and over all, measured / predicted values).
 
-    The values are by kind and source. Both cover tokens/s and, if the source gives peak memory, the bytes needed and
-    reserved.
+    The values are by kind and source. Both cover tokens/s and, if the source gives peak memory, the GiB needed and
+    reserved; "null" are tokens/s with all FLOPs at half of the data sheet's peak.
     """
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     ratios: dict[str, dict[str, list[float]]] = {"seconds": {}, "reserved": {}}
-    with (Path(__file__).parent / "steps.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            speed, needed, reserved = _predict(row)
-            source = row["source"].partition(" ")[0]
-            ratios["seconds"].setdefault(source, []).append(speed / float(row["tokens_per_s_per_gpu"]))
-            if row["peak_GiB"]:
-                ratios["reserved"].setdefault(source, []).append(2**30 * float(row["peak_GiB"]) / reserved)
-            for group in (f"{source}, {row['precision']}", ALL):
-                found[group]["tokens/s"].append(speed / float(row["tokens_per_s_per_gpu"]) - 1)
-                if row["peak_GiB"]:
-                    for name, size in (("needed", needed), ("reserved", reserved)):
-                        found[group][name].append(size / 2**30 / float(row["peak_GiB"]) - 1)
+    for row in read_table("steps.csv"):
+        told, source = predict(row), row["source"].partition(" ")[0]
+        measured = dict.fromkeys(("tokens/s", "null"), float(row["tokens_per_s_per_gpu"]))
+        if row["peak_GiB"]:
+            measured |= dict.fromkeys(("needed", "reserved"), float(row["peak_GiB"]))
+            ratios["reserved"].setdefault(source, []).append(measured["reserved"] / told["reserved"])
+        ratios["seconds"].setdefault(source, []).append(told["tokens/s"] / measured["tokens/s"])
+        for group in (f"{source}, {row['precision']}", ALL):
+            for name, value in measured.items():
+                found[group][name].append(told[name] / value - 1)
     ordered = sorted(found, key=ALL.__eq__)
     return {name: {x: ErrorStatistics.of(errors) for x, errors in found[name].items()} for name in ordered}, ratios
 
 
-def _predict(row: dict[str, str]) -> tuple[float, int, int]:
-    """Modelled tokens/s per GPU, bytes that it needs, and bytes that an allocator reserves."""
+def predict(row: dict[str, str]) -> dict[str, float]:
+    """Modelled tokens/s per GPU, the same by the null model, GiB that it needs, and GiB that an allocator reserves."""
     names = "layers hidden heads kv_heads mlp vocab gpus_per_node dp cp tp pp micro_batches interleaved seq rows_per_dp"
     sizes: dict[str, Any] = {name: int(row[name]) for name in names.split()}
     shape = {name: sizes[name] for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab")}
@@ -67,8 +55,9 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         gated=row["gated"] == "True",
         tied=row["model"].startswith("mpt"),
     )
-    name = next((name for name in SOURCES if row["source"].startswith(name)), "")
-    library, software = SOURCES.get(name, ("", TORCHTITAN))
+    name = next(name for name in SOURCES if row["source"].startswith(name))
+    told = {**SOURCES[name]}
+    library, software = told.pop("library"), convert(asdict(TORCHTITAN) | told, Software)
     software = replace(
         software,
         fp8=row["precision"] == "fp8",
@@ -89,11 +78,13 @@ def _predict(row: dict[str, str]) -> tuple[float, int, int]:
         software=software,
     )
     limited = name == "torchtitan" and row["gpu"] == "h100"
-    machine = get_machine(("h100_500w_ib" if limited else MACHINES[row["gpu"]]) + library)
+    machine = get_machine(("h100_500w_ib" if limited else f"{row['gpu']}_nvlink_ib") + f"/{library}")
     node, links = sizes["gpus_per_node"], machine.node_bandwidth or 0.0
     ring = sizes["tp"] if sizes["tp"] > 1 else min(sizes["dp"], node)
     if node == 4 and ring > 1:  # HGX boards of 4 join each pair of GPUs by a third of their links
         links *= (ring - 1) / 3
     machine = replace(machine, ranks_per_node=node, node_bandwidth=links)
     step = training_step(model, machine, sizes["seq"], parallel)
-    return step.tokens_per_second, step.needed, step.reserved
+    null = (machine.peak or 0.0) * (1 + software.fp8) / 2 * step.tokens / step.flops
+    memory = {"needed": step.needed / 2**30, "reserved": step.reserved / 2**30}
+    return {"tokens/s": step.tokens_per_second, "null": null, **memory}

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.config.build import plan_from_config, simulate_options
-from ...cli.config.groups import ExecuteGroup
 from ...cli.config.schema import SimulateConfig
 from ...errors import InvalidInput, Unsupported
 from ...plan.plan import Plan
 from ...simulator.timing.simulation import simulate_passes
 from ...simulator.timing.timeline import CAUSES, Timeline
 from ...text import duration, plural
-from ..verbs.simulate_model import NOT_MODELLED, describe_errors, estimate_model
-from .space import Point
+from ..verbs.estimate import NOT_MODELLED, describe_errors, estimate_model
+from ..verbs.settings import EstimateConfig, ExecuteGroup
+from .space import Point, PointConfig
 
 #: Assumed fp64 rates of one core per second: elements of K and V that sampled rows visit; elements of whole ranks that
 #: are generated, visited and compared; multiplications.
@@ -31,13 +31,13 @@ VISITED_RATE, WHOLE_RATE, PRODUCT_RATE = 1.0e8, 1.0e7, 5.0e9
 WHOLE_SHARE, WHOLE_SECONDS, FEWEST_RANKS = 0.02, 1.0, 16
 
 
-def evaluate(config: SimulateConfig) -> dict[str, Any]:
+def evaluate(config: PointConfig) -> dict[str, Any]:
     """Simulate one point of a study; returns its record.
 
     {"status": "ok", "values": by column name, "not modelled": texts}, or {"status": "refused", "why": text}, then with
     the counted values if a plan could be made.
     """
-    if config.model.spec is not None:
+    if isinstance(config, EstimateConfig):
         return _evaluate_model(config)
     values: dict[str, Any] = {}
     try:
@@ -57,7 +57,7 @@ def evaluate(config: SimulateConfig) -> dict[str, Any]:
     return {"status": "ok", "values": values, "not modelled": [*timelines[0].unmodelled, *timelines[0].notes]}
 
 
-def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
+def _evaluate_model(config: EstimateConfig) -> dict[str, Any]:
     """The record of a point that simulates a phase of a model."""
     try:
         _, estimate = estimate_model(config)
@@ -72,7 +72,7 @@ def _evaluate_model(config: SimulateConfig) -> dict[str, Any]:
         **{f"time: {name}": value for name, value in estimate.parts.items()},
     }
     named = {f"{config.phase} {name}": value for name, value in values.items()}
-    notes = [NOT_MODELLED, *describe_errors(config, estimate)]
+    notes = [NOT_MODELLED, describe_errors(config.phase, estimate)]
     return {"status": "ok", "values": named, "not modelled": notes}
 
 
@@ -111,15 +111,16 @@ class ExecutionTask:
     seconds: float
 
 
-def make_executed_plan(point: Point) -> Plan:
+def make_executed_plan(point: Point, options: ExecuteGroup) -> Plan:
     """Make the plan that is executed for a point, with its layout and schedule.
 
-    It computes in fp64, with the heads of study.execute.
+    It computes in fp64, with the heads of `options`.
 
     Raises InvalidInput if the plan cannot be made.
     """
     config = point.config
-    options, machine = config.study.execute, config.machine.made(ranks=config.ranks)
+    assert isinstance(config, SimulateConfig), "only its points have plans"
+    machine = config.machine.made(ranks=config.ranks)
     resolved = {}
     if point.has_auto:  # let auto choose for the point's sizes, not for the executed sizes
         plan = plan_from_config(config, machine)
@@ -174,7 +175,7 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float,
         settings = {"mode": "all", "ranks": None if is_whole else ranks}
     torch = import_module("torch")
     threads = torch.get_num_threads()
-    # One thread, as in mode=numerics: the numbers do not depend on the cores, and short calls gain nothing from more.
+    # One thread, as in ringattn verify: the numbers do not depend on the cores, and short calls gain nothing from more.
     torch.set_num_threads(1)
     try:
         report = numerics(plan, seed=options.seed, state=state, **settings)
@@ -202,11 +203,12 @@ def execute(plan: Plan, task: ExecutionTask, options: ExecuteGroup, left: float,
     }
 
 
-def execution_inputs(point: Point) -> dict[str, Any]:
+def execution_inputs(point: Point, options: ExecuteGroup) -> dict[str, Any]:
     """Everything a point's execution depends on: points with equal inputs share one execution."""
     config = point.config
+    assert isinstance(config, SimulateConfig), "only its points have plans"
     return {
-        "execute": asdict(config.study.execute),
+        "execute": asdict(options),
         **{name: getattr(config, name).spec for name in ("pattern", "layout", "schedule")},
         "tokens": config.length(),
         "ranks": config.ranks,

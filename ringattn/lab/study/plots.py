@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -14,6 +14,7 @@ from ...cli.config.groups import check_choice
 from ...errors import InvalidInput
 from ..pages.figures import COLOURS, SMALL, draw_lines, draw_stacks, drawing, to_svg, use_log_y, wrap
 from ..pages.pages import Plot
+from ..verbs.settings import StudyConfig
 from .tables import DIRECTIONS, WAITS, Row, Table, efficiency, is_number, name_value, show_number, total
 
 #: Panels side by side (each 160 pixels wide on a phone), and the most ticks, and the most lines, in a panel.
@@ -21,14 +22,16 @@ PANELS, MOST_TICKS, MOST_LINES = 2, 10, 8
 CAUSES = ("compute", "imbalance", "merge", "interference", "stalls", *WAITS, "host", "call")
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise InvalidInput if a plot is unknown or named twice."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise InvalidInput(f"study.plots: {name} is listed twice; name each plot once")
-        seen.add(name)
-        check_choice("study.plots", name, PLOTS)
+def choose_plots(options: StudyConfig, table: Table) -> list[str]:
+    """The plots to draw; by default three, if an axis has several numbers. Raises InvalidInput for wrong names."""
+    if options.plots is None:
+        drawable = any(len(table.numbers(name)) > 1 for name in table.axes)
+        return ["stack", "time" if options.of == "estimate" else "efficiency", "memory"] if drawable else []
+    for place, name in enumerate(options.plots):
+        check_choice("plots", name, PLOTS)
+        if name in options.plots[:place]:
+            raise InvalidInput(f"plots: {name} is listed twice; name each plot once")
+    return options.plots
 
 
 def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | None]:
@@ -39,7 +42,7 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
     numeric = [name for name in table.axes if len(table.numbers(name)) > 1]
     for name in (x, y):
         if name is not None and name not in numeric:
-            more = f"; give it two numbers or more, such as study.axes.{name}=[8,64]" if name in table.axes else ""
+            more = f"; give it two numbers or more, such as {name}=8,64" if name in table.axes else ""
             raise InvalidInput(
                 f"study: {name} is no axis with several numbers; those are {', '.join(numeric) or 'none here'}{more}"
             )
@@ -49,7 +52,7 @@ def choose_axes(table: Table, x: str | None, y: str | None) -> tuple[str, str | 
     x = x or (others.pop(0) if others else None)
     if x is None:
         raise InvalidInput(
-            "study: plots need an axis with several numbers; add an axis, or leave plots out with study.plots=[]"
+            "study: plots need an axis with several numbers; add an axis, or leave plots out with plots=[]"
         )
     return x, y or (others[0] if others else None)
 
@@ -79,14 +82,13 @@ def _draw_curves(
     names = list(dict.fromkeys(name for series in lines.values() for name in series))
     high = -(-len(panels) // PANELS)
     figure.set_size_inches(4.8, 0.4 + 2.8 * high + 0.16 * sum(wrap(name).count("\n") + 1 for name in names))
-    all_axes = figure.subplots(high, min(PANELS, len(panels)), sharex=True, sharey=True, squeeze=False).ravel()
+    all_axes = figure.subplots(high, min(PANELS, len(panels)), sharey=True, squeeze=False).ravel()
     for axes in all_axes[len(panels) :]:
         axes.remove()
     for axes, (part, series) in zip(all_axes, lines.items(), strict=False):
         points = {name: [(row[x], value(row)) for row in series.get(name, ())] for name in names}
         draw_lines(figure, points, x, "", log=log, axes=axes)
         axes.set(**more)
-        axes.label_outer()
         axes.set_title(wrap(part, 30), fontsize=SMALL)
         if axes.get_yscale() == "log":
             use_log_y(axes, "{:g}".format)

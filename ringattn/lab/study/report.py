@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...cli.config.groups import StudyGroup
 from ...errors import RingAttentionError
 from ...machine.machine import MACHINE_NUMBERS, Machine
 from ...text import duration, rate, size
 from ..pages.pages import Cell, Plot, ReportTable
+from ..verbs.settings import StudyConfig
 from .space import Point
 from .tables import DIRECTIONS, WAITS, Row, Table, is_number, list_passes, show_number, total
 
@@ -102,7 +102,7 @@ class StudyReport:
     `provenance` has the version, the source hash and the commit of the code.
     """
 
-    options: StudyGroup
+    options: StudyConfig
     table: Table
     plots: Sequence[Plot]
     not_modelled: Sequence[str]

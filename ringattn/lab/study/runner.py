@@ -1,4 +1,4 @@
-"""ringattn simulate study=NAME, or -m: run every point once, record it, then write tables, plots and reports."""
+"""ringattn study: run every point once, record it, then write tables, plots and reports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.console import Console
 
 from ... import __version__
 from ...cli.comparison import print_jobs
-from ...cli.config.groups import StudyGroup, check_least, refuse_stdout
-from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.config.groups import check_least, refuse_stdout
+from ...cli.config.schema import parse_size
 from ...errors import InvalidInput, NumericsFailure, RingAttentionError
 from ...files import OUTPUTS, TEMPORARY, check_writable, make_folder, write_text
 from ...plan.plan import Plan
@@ -28,6 +28,7 @@ from ...text import duration, plural, size
 from ..pages.figures import check_matplotlib
 from ..pages.journal import Journal, git, source
 from ..pages.pages import render_page
+from ..verbs.settings import StudyConfig
 from . import evaluation, plots
 from .report import StudyReport, describe_machines, extrapolate, machines_of, name_points
 from .space import Point, digest, list_points
@@ -38,12 +39,12 @@ JOURNAL = "points.jsonl"
 #: What a running execution has finished.
 EXECUTION = "execution.json"
 #: The parent folder of studies without an output.path.
-STUDIES = Path(OUTPUTS) / "simulate"
+STUDIES = Path(OUTPUTS) / "study"
 #: Records of points, or of executions, by the number of the point.
 Records = dict[int, dict[str, Any]]
 
 
-def main(config: SimulateConfig) -> None:
+def main(config: StudyConfig) -> None:
     """Run a study, or continue one, and print where its files are."""
     refuse_stdout(
         "output.path", config.output.path, "a study writes a folder, with --json too; try output.path=scaling"
@@ -54,9 +55,10 @@ def main(config: SimulateConfig) -> None:
         given = hydra_config.get().overrides
         overrides = list(given.task)
         search_path = [each for each in given.hydra if each.startswith("hydra.searchpath=")]
-    points = list_points(config, [*overrides, *search_path])
+    config.check()
+    points = list_points(config, search_path)
     if config.output.path is None:  # a folder of this study alone, where the same command continues
-        name = re.sub(r"[^A-Za-z0-9]+", "-", config.study.name)
+        name = re.sub(r"[^A-Za-z0-9]+", "-", config.name)
         folder = STUDIES / f"{name}-{digest(make_head(config, points))[:8]}"
     else:
         folder = Path(config.output.path)
@@ -98,15 +100,15 @@ def _summarize(table: Table) -> str:
     return f"{text}; {sum(plans.values()):,} of {plural(len(plans), 'plan')} executed [counted]" if plans else text
 
 
-def make_head(config: SimulateConfig, points: Sequence[Point]) -> dict[str, Any]:
+def make_head(config: StudyConfig, points: Sequence[Point]) -> dict[str, Any]:
     """The first record of a study's journal. A study continues only from a journal with an equal head."""
     return {
         "format": FORMAT,
-        "study": config.study.name,
+        "study": config.name,
         "version": __version__,
         "source": source(),
         "points": digest([[point.key, point.labels] for point in points]),
-        "execute": asdict(config.study.execute),
+        "execute": asdict(config.execute),
     }
 
 
@@ -114,7 +116,7 @@ def make_head(config: SimulateConfig, points: Sequence[Point]) -> dict[str, Any]
 class Study:
     """A study, its folder, and the command-line overrides that define it."""
 
-    config: SimulateConfig
+    config: StudyConfig
     points: Sequence[Point]
     folder: Path
     overrides: Sequence[str] = ()
@@ -126,7 +128,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
     `tell` is a progress callback. Raises InvalidInput and Unsupported. Raises NumericsFailure, after all files are
     written, if an execution found wrong numbers.
     """
-    check_study(study.config.study, study.points)
+    check_study(study.config, study.points)
     folder, head = study.folder, make_head(study.config, study.points)
     make_folder(folder)
     if any(folder.iterdir()) and not (folder / JOURNAL).is_file():
@@ -145,7 +147,7 @@ def run(study: Study, tell: Listener = lambda done, count, what: None) -> Table:
             records[point.number] = journal.records[point.key]
         executed = _execute_plans(study, journal, tell)
         tell(1, 1, "tables, plots and reports")
-        table = make_table(study.config.study, study.points, records, executed)
+        table = make_table(study.config, study.points, records, executed)
         if table.rows and table.refused == len(table.rows):
             raise InvalidInput(f"every point of the study is refused, the first because: {table.rows[0]['why']}")
         _write_files(study, head, table, records)
@@ -166,17 +168,17 @@ def _execute_plans(study: Study, journal: Journal, tell: Listener) -> Records:
 
     Turns: whole ranks first, from the shortest sequence on; then sampled rows, from the longest sequence on.
     """
-    options = study.config.study.execute
+    options = study.config.execute
     if options.budget is None:
         return {}
     sharing: dict[str, list[Point]] = {}
     for point in study.points:
-        sharing.setdefault(digest(evaluation.execution_inputs(point)), []).append(point)
+        sharing.setdefault(digest(evaluation.execution_inputs(point, options)), []).append(point)
     values: dict[str, dict[str, Any]] = {}
     tasks: list[tuple[str, Plan, evaluation.ExecutionTask]] = []
     for key, points in sharing.items():
         try:
-            plan = evaluation.make_executed_plan(points[0])
+            plan = evaluation.make_executed_plan(points[0], options)
         except RingAttentionError as error:
             values[key] = {"why not": str(error)}
             continue
@@ -199,17 +201,18 @@ def _tell_within(tell: Listener, where: str, done: int, count: int, what: str) -
 
 
 def _write_files(study: Study, head: dict[str, Any], table: Table, records: Records) -> None:
-    options, folder = study.config.study, study.folder
+    options, folder = study.config, study.folder
     not_modelled = sorted({note for record in records.values() for note in record.get("not modelled", ())})
-    x, y = plots.choose_axes(table, options.x, options.y) if options.plots else ("", None)
-    drawn = [plot for name in options.plots for plot in plots.draw(name, table, x, y)]
+    names = plots.choose_plots(options, table)
+    x, y = plots.choose_axes(table, options.x, options.y) if names else ("", None)
+    drawn = [plot for name in names for plot in plots.draw(name, table, x, y)]
     machines = machines_of(study.points)
     extrapolations = []
     if options.extrapolate is not None:
         extrapolations = extrapolate(table, machines, extrapolated_tokens(options, study.points))
     lines = describe_machines(study.points, machines)
     provenance = {**head, "commit": git("log", "-1", "--format=%h"), "date": git("log", "-1", "--format=%cs")}
-    command = " ".join(["ringattn simulate", *map(quote, study.overrides)])
+    command = " ".join(["ringattn study", *map(quote, study.overrides)])
     report = StudyReport(options, table, drawn, not_modelled, command, provenance, lines, extrapolations)
     more = {"extrapolated": extrapolations, "machines": lines}
     for name, text in {
@@ -221,36 +224,32 @@ def _write_files(study: Study, head: dict[str, Any], table: Table, records: Reco
         write_text(folder / name, text)
 
 
-def check_study(options: StudyGroup, points: Sequence[Point]) -> None:
+def check_study(options: StudyConfig, points: Sequence[Point]) -> None:
     """Raise InvalidInput if the settings of a study do not fit its points.
 
     Raises Unsupported if the study needs matplotlib, and matplotlib is missing.
     """
     execute = options.execute
-    plots.check_names(options.plots)
-    if options.plots:
-        check_matplotlib("leave plots out with study.plots=[]")
-        planned = make_table(options, points, {point.number: {"status": "planned"} for point in points}, {})
+    planned = make_table(options, points, {point.number: {"status": "planned"} for point in points}, {})
+    if names := plots.choose_plots(options, planned):
+        check_matplotlib("leave plots out with plots=[]")
         _, y = plots.choose_axes(planned, options.x, options.y)
-        if "crossover" in options.plots and y is None:
+        if "crossover" in names and y is None:
             raise InvalidInput(
-                "study.plots: a crossover map needs a second axis with several numbers, study.y; add an axis, or leave "
-                "the map out of study.plots"
+                "plots: a crossover map needs a second axis with several numbers, y=; add an axis, or leave the map out"
             )
     if execute.budget is not None:
         if not 0 <= execute.budget < math.inf:
-            raise InvalidInput(f"study.execute.budget={execute.budget}: expected seconds >= 0")
-        check_least(execute, "study.execute.", rows=1, heads=1, head_dim=1)
+            raise InvalidInput(f"execute.budget={execute.budget}: expected seconds >= 0")
+        check_least(execute, "execute.", rows=1, heads=1, head_dim=1)
     if options.extrapolate is not None:
         extrapolated_tokens(options, points)
 
 
-def extrapolated_tokens(options: StudyGroup, points: Sequence[Point]) -> int:
-    """The tokens of study.extrapolate. Raises InvalidInput unless they exceed the tokens of every point."""
-    tokens = parse_size(options.extrapolate, "study.extrapolate")
+def extrapolated_tokens(options: StudyConfig, points: Sequence[Point]) -> int:
+    """The tokens of extrapolate=. Raises InvalidInput unless they exceed the tokens of every point."""
+    tokens = parse_size(options.extrapolate, "extrapolate")
     longest = max(point.config.length() for point in points)
     if tokens <= longest:
-        raise InvalidInput(
-            f"study.extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; give more"
-        )
+        raise InvalidInput(f"extrapolate={options.extrapolate}: the study itself has {longest:,} tokens; give more")
     return tokens

@@ -18,20 +18,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...cli.config.groups import PARAMETER_GROUPS
-from ...cli.config.overrides import check_parameters, compose, explain, in_digits, is_written
-from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.config.overrides import check_parameters, compose, explain, is_written, prepare
+from ...cli.config.schema import SCHEMAS, SimulateConfig, parse_size
 from ...errors import InvalidInput
+from ..verbs.settings import EstimateConfig, StudyConfig
 
 #: Config groups whose options and keys can be axes.
-GROUPS = ("pattern", "layout", "schedule", "machine", "model")
-#: Keys that cannot be axes: keys of the study itself, and keys of other modes.
-FIXED = ("study", "output", "experiment", "mode", "numerics")
+GROUPS = ("pattern", "layout", "schedule", "machine")
+#: The configuration of a point.
+PointConfig = SimulateConfig | EstimateConfig
+#: Keys that cannot be axes, since they do not affect the numbers of a point.
+FIXED = ("output", "experiment")
 #: Keys whose values are sizes such as 64k.
 SIZES = ("tokens", "shard")
-#: Keys of a configuration that do not affect the numbers of a point.
-WITHOUT_EFFECT = (*FIXED, "label")
 #: Keys that affect a point's numbers, but not its plan.
-OF_MACHINE = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "seed", "backward")
+OF_MACHINE = ("machine", "slow", "slow_links", "stalls", "passes", "solver", "backward")
 #: Maximum points of a study: nobody would read a longer table.
 MOST_POINTS = 1_000_000
 
@@ -47,7 +48,7 @@ class Point:
     number: int
     settings: dict[str, Any]
     labels: dict[str, Any]
-    config: SimulateConfig
+    config: PointConfig
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Point:
         return {
             name: vars(value) if dataclasses.is_dataclass(value) else value
             for name, value in values.items()
-            if name not in WITHOUT_EFFECT
+            if name not in FIXED
         }
 
     @cached_property
@@ -81,29 +82,27 @@ def digest(inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[Point]:
+def list_points(config: StudyConfig, search_path: Sequence[str] = ()) -> list[Point]:
     """The points of a study, from its configuration. Raises InvalidInput for axes that cannot be used.
 
-    `overrides` are the settings on the command line; Hydra needs them to compose the config groups that axes change.
+    `search_path` are overrides of Hydra that say where it finds config groups.
     """
-    axes, entries = config.study.axes, config.study.together or [{}]
+    axes, entries = config.axes, config.together or [{}]
     for entry in entries:
         if not isinstance(entry, Mapping):
-            raise InvalidInput(
-                f"study.together: {entry!r} is not a set of keys and values, such as {{tokens: 8192, ranks: 1}}"
-            )
+            raise InvalidInput(f"together: {entry!r} is not a set of keys and values, such as {{tokens: 8k, ranks: 1}}")
     for key, values in axes.items():
         if not values:
-            raise InvalidInput(f"study.axes.{key}=[]: expected a list of values, such as [8, 64, 512]")
+            raise InvalidInput(f"axes.{key}=[]: expected a list of values, such as [8, 64, 512]")
         if any(key in entry for entry in entries):
             raise InvalidInput(f"study: {key} is an axis and in `together`; keep only one of the two")
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    fixed = {key: value for key, value in config.fixed.items() if value is not None}
     for key in {*axes, *(key for entry in entries for key in entry)}:
-        _check_axis(key, given)
+        _check_axis(key, fixed)
     count = math.prod([len(entries), *map(len, axes.values())])
     if count > MOST_POINTS:
         raise InvalidInput(f"study: {count:,} points are more than {MOST_POINTS:,}; give fewer values or fewer axes")
-    make = _PointMaker(config, overrides)
+    make = _PointMaker(config.of, [*prepare(config.of, [f"{key}={fixed[key]}" for key in fixed]), *search_path])
     combinations = (
         {**entry, **dict(zip(axes, values, strict=True))} for entry in entries for values in product(*axes.values())
     )
@@ -112,15 +111,15 @@ def list_points(config: SimulateConfig, overrides: Sequence[str] = ()) -> list[P
     return points
 
 
-def _check_axis(key: str, given: Mapping[str, str]) -> None:
+def _check_axis(key: str, fixed: Mapping[str, Any]) -> None:
     group, dot, _ = key.partition(".")
     if group == "label":
         return
     if group in FIXED or (dot and group not in GROUPS):
         raise InvalidInput(f"study: {key} cannot be an axis; axes are keys that the simulated passes depend on")
-    if key in given and key != "model":  # `as_study` also gives the first model
+    if key in fixed:
         raise InvalidInput(
-            f"{key}={given[key]} has no meaning: the study varies {key}; give its values as study.axes.{key}=[...]"
+            f"{key}={fixed[key]} has no meaning: the study varies {key}; give its values as axes.{key}=[...]"
         )
 
 
@@ -150,12 +149,17 @@ class _PointMaker:
     Equal values are parsed once, and equal settings of a group are composed once.
     """
 
-    def __init__(self, base: SimulateConfig, overrides: Sequence[str]) -> None:
-        self.base, self.overrides = base, overrides
+    def __init__(self, verb: str, overrides: Sequence[str]) -> None:
+        self.verb, self.overrides = verb, overrides
+        composed = self._composed()
+        check_parameters(composed)
+        try:
+            self.base: Any = OmegaConf.to_object(composed)
+        except OmegaConfBaseException as error:
+            raise explain(verb, error) from None
         self.node, self.compose = cache(self._node), cache(self._compose)
-        to_plain: Any = OmegaConf.to_container
         #: Parses the value of a key outside the groups from its text, to the type of the key.
-        self.read = cache(lambda key, text: to_plain(_set(OmegaConf.structured(SimulateConfig), key, text))[key])
+        self.read = cache(self._read)
 
     def point(self, number: int, settings: dict[str, Any]) -> Point:
         """The point with these settings. Raises InvalidInput for values that cannot be parsed."""
@@ -183,7 +187,7 @@ class _PointMaker:
         settings = dict(part)
         root = OmegaConf.create({group: self.node(group, settings.pop(group, None))})
         for key, text in settings.items():
-            _set(root, key, text)
+            self._set(root, key, text)
         check_parameters(root)
         return OmegaConf.to_object(root[group])
 
@@ -193,19 +197,26 @@ class _PointMaker:
             return getattr(self.base, group)
         if option is not None and is_written(group, option):
             return type(getattr(self.base, group))(option)
-        chosen = [] if option is None else [f"{group}={option}"]
+        return self._composed([] if option is None else [f"{group}={option}"])[group]
+
+    def _composed(self, more: Sequence[str] = ()) -> Any:
+        """The configuration of the verb, composed by Hydra."""
         try:
-            return compose("simulate", [*self.overrides, *chosen])[group]
+            return compose(self.verb, [*self.overrides, *prepare(self.verb, more)])
         except HydraException as error:
-            raise explain("simulate", error) from None
+            raise explain(self.verb, error) from None
 
+    def _read(self, key: str, text: str) -> Any:
+        schema: Any = OmegaConf.structured(SCHEMAS[self.verb])
+        to_plain: Any = OmegaConf.to_container
+        return to_plain(self._set(schema, key, text))[key]
 
-def _set(config: Any, key: str, text: str) -> Any:
-    """The configuration with a key set to a value in command-line syntax. Raises InvalidInput."""
-    override = f"{key}={in_digits(SimulateConfig, key, text)}"
-    try:
-        value = OverridesParser.create().parse_override(override).value()
-        OmegaConf.update(config, key, parse_size(text, key) if key in SIZES and value is not None else value)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain("simulate", error) from None
-    return config
+    def _set(self, config: Any, key: str, text: str) -> Any:
+        """The configuration with a key set to a value in command-line syntax. Raises InvalidInput."""
+        (override,) = prepare(self.verb, [f"{key}={text}"])
+        try:
+            value = OverridesParser.create().parse_override(override).value()
+            OmegaConf.update(config, key, parse_size(text, key) if key in SIZES and value is not None else value)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise explain(self.verb, error) from None
+        return config

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...cli.config.groups import StudyGroup
 from ...machine.machine import MACHINE_NUMBERS
 from ...text import duration, rate, size
+from ..verbs.settings import EstimateConfig, StudyConfig
 from .space import Point
 
 Row = dict[str, Any]
@@ -161,7 +161,7 @@ def efficiency(row: Row) -> float:
 
 
 def make_table(
-    options: StudyGroup, points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]
+    options: StudyConfig, points: Sequence[Point], records: Mapping[int, Row], executed: Mapping[int, Row]
 ) -> Table:
     """Make the table of a study.
 
@@ -192,11 +192,11 @@ def make_table(
 def _describe(point: Point) -> Row:
     """The sizes and names of a point, refused or not; values of the plan, such as auto's choice, later replace them."""
     config = point.config
-    tokens, ranks = config.length(), config.ranks
-    if config.model.spec is not None:
+    tokens = config.length()
+    if isinstance(config, EstimateConfig):
         spread = {name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "batch", "dtype")}
-        model, machine = config.model.path or config.model.spec, config.machine.spec
-        return {"model": model, "tokens": tokens, **spread, "machine": machine}
+        return {"model": config.model, "tokens": tokens, **spread, "machine": config.machine.spec}
+    ranks = config.ranks
     return {
         "tokens": tokens,
         "ranks": ranks,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from textwrap import wrap
 
 from rich.console import Console
 
 from ...cli.config.groups import refuse_stdout
 from ...errors import InvalidInput
 from ...files import STDOUT, check_json, check_writable, write_json, write_text
+from ...machine.presets import CURRENCY
 from ...simulator.progress import listening
 from ...simulator.reporting.console import print_grid, print_paragraph, print_plain, show_progress
+from ...text import command_lines
 from ..advise.advice import Advice, advise, explain, record, tabulate
 from ..advise.question import make_question
 from ..advise.serving import Serving, serve
@@ -61,7 +61,7 @@ def _serve(config: AdviseConfig) -> None:
                 refused.append(f"{offer.name}: {error}")
     if not servings:
         raise InvalidInput("; ".join(refused))
-    able = [(one.cost(one.chosen), one) for one in servings if one.chosen is not None]
+    able = [(one.costs(one.chosen).get(CURRENCY, 0.0), one) for one in servings if one.chosen is not None]
     first = min(able, key=lambda one: one[0], default=(0.0, servings[0]))[1]
     if config.output.path is not None:
         others = [one.record for one in servings if one is not first]
@@ -75,7 +75,8 @@ def _serve(config: AdviseConfig) -> None:
             print_paragraph(f"cheapest of these: {first.verdict}")
         for words, line in first.launches:
             print_paragraph(f"note: {words}")
-            _print_command(line)
+            if line:
+                print_plain(f"launch: {command_lines(line)}")
     if first.chosen is None:
         sys.exit(2)
 
@@ -84,6 +85,8 @@ def _print_serving(serving: Serving) -> None:
     """Print the verdict, the best candidate for each number of GPUs, what does not fit, and what was not measured."""
     question, machine = serving.question, serving.offer.machine
     print_paragraph(serving.verdict)
+    for line in serving.changes:
+        print_paragraph(f"- {line}")
     waits = "first token" if question.phase == "prefill" else "next token"
     header = ["GPUs", "candidate", f"{waits} [modelled]", "rate", "longest part", "memory of a GPU", "1e6 tokens"]
     print_grid("", header, serving.rows)
@@ -108,12 +111,5 @@ def _print(advice: Advice) -> None:
             print_paragraph(f"{title}: {line}")
     print_paragraph(advice.counts)
     print_paragraph(f"note: {advice.launched_words}")
-    _print_command(advice.launch)
-
-
-def _print_command(line: str) -> None:
-    """Print a command to be copied, if there is one, with each option beside its value."""
-    whole = re.sub(r"(?<= )(--\S+) (?!--)", "\\1\0", f"launch: {line}")
-    if line:
-        lines = wrap(whole, 75, break_long_words=False, break_on_hyphens=False)
-        print_plain(" \\\n  ".join(lines).replace("\0", " "))
+    if advice.launch:
+        print_plain(f"launch: {advice.launch_lines}")

@@ -42,7 +42,7 @@ def main(config: AuditConfig) -> None:
     ranks = chosen if launch.kind == "none" else launch.world
     if ranks < 2:
         raise InvalidInput(f"ranks={ranks}: one rank sends nothing; try 2 ranks")
-    model = config.model.spec
+    model = config.model
     cases, known, news = choose_cases(ranks, config.features, model), read_known(config.known), set[str]()
     findings: list[Finding] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ from ...cli.config.defaults import settings_of
 from ...cli.config.groups import (
     PHASES,
     ConfigGroup,
+    LayoutGroup,
     MachineGroup,
-    ModelGroup,
     OutputGroup,
+    ScheduleGroup,
     Size,
     TransportGroup,
     check_choice,
     refuse,
 )
-from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.config.schema import parse_size
 from ...errors import InvalidInput
 from ...files import make_folder
 from ...machine.machine import MACHINE_NUMBERS
@@ -37,26 +39,32 @@ class AdviseOutputGroup(OutputGroup):
     page: str | None
 
 
-@settings_of("advise")
-class AdviseConfig:
-    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+@dataclass
+class ModelSettings:
+    """The settings shared by `estimate` and `advise`."""
 
-    model: ModelGroup
+    model: str
     machine: MachineGroup
-    output: AdviseOutputGroup
     tokens: Size
-    gpus: int
-    prices: Any
-    batch: int | None
-    by: str
-    dtype: str
     phase: str
-    within: float | None
+    dtype: str
     fp8: Any
     fp8_cache: bool
     lora: int | None
     documents: Any
     tp_overlap: bool
+
+
+@settings_of("advise")
+class AdviseConfig(ModelSettings):
+    """The settings of `ringattn advise`; conf/advise.yaml explains each. `prices` are numbers by machine."""
+
+    output: AdviseOutputGroup
+    gpus: int
+    prices: Any
+    batch: int | None
+    by: str
+    within: float | None
 
     def check(self) -> None:
         """Raise InvalidInput for a setting that has no effect in this `phase`."""
@@ -65,6 +73,99 @@ class AdviseConfig:
             refuse(self, "within fp8_cache", "with phase=training, only with phase=prefill or phase=decode")
         else:
             refuse(self, "by output.page lora documents", f"with phase={self.phase}, only with phase=training")
+
+
+@settings_of("estimate")
+class EstimateConfig(ModelSettings):
+    """The settings of `ringattn estimate`; conf/estimate.yaml explains each."""
+
+    layout: LayoutGroup
+    schedule: ScheduleGroup
+    output: OutputGroup
+    batch: int
+    cp: int
+    dp: int
+    tp: int
+    ep: int
+    pp: int
+    micro_batches: int | None
+    interleaved: int
+    checkpointing: str
+    sharding: str
+    chunk: Size | None
+    merge: str
+    windows: str
+
+    def check(self) -> None:
+        """Raise InvalidInput for a setting that has no effect in this `phase`."""
+        check_choice("phase", self.phase, PHASES)
+        if self.phase != "training":
+            training = "checkpointing sharding pp micro_batches interleaved lora documents"
+            refuse(self, training, f"with phase={self.phase}")
+        else:
+            refuse(self, "fp8_cache", "with phase=training, which keeps no keys")
+        if self.phase != "prefill":
+            refuse(self, "chunk", f"with phase={self.phase}, only with phase=prefill")
+        if self.phase != "decode":
+            refuse(self, "merge windows", f"with phase={self.phase}, only with phase=decode")
+
+    def length(self) -> int:
+        """The number of tokens of each sequence. Raises InvalidInput."""
+        return parse_size(self.tokens, "tokens")
+
+
+@settings_of("study", "execute")
+class ExecuteGroup:
+    """The settings of a study for executing its plans with the numerics simulator, in fp64.
+
+    `budget` limits the execution time in seconds; with None, no plan is executed. The time is estimated from fixed
+    rates, so that every machine executes the same plans.
+    """
+
+    budget: float | None
+    rows: int
+    heads: int
+    head_dim: int
+    seed: int
+
+
+@settings_of("study")
+class StudyConfig:
+    """The settings of `ringattn study`, which simulates many points; conf/study.yaml explains each.
+
+    `axes` gives values for keys of the verb `of`, and `fixed` one value for each of others, as on the command line. The
+    points are all combinations of one value per axis, each combined with every set of settings in `together`.
+    `extrapolate` is a number of tokens (a Size) to extrapolate to, or None.
+    """
+
+    of: str
+    name: str
+    axes: dict[str, list[Any]]
+    fixed: dict[str, Any]
+    together: list[Any]
+    plots: list[str] | None
+    x: str | None
+    y: str | None
+    execute: ExecuteGroup
+    extrapolate: Any
+    output: OutputGroup
+
+    def check(self) -> None:
+        """Raise InvalidInput for a study without axes, or a setting that has no effect with the verb `of`."""
+        check_choice("of", self.of, ("simulate", "estimate"))
+        if not self.axes and not self.together:
+            raise InvalidInput(
+                "study: no key has several values; write them with commas, such as ranks=8,64,512, or give a NAME"
+            )
+        if self.of == "estimate":
+            refuse(self, "execute extrapolate", "with of=estimate, whose points are no plans")
+
+
+@settings_of("score")
+class ScoreConfig:
+    """The settings of `ringattn score`; conf/score.yaml explains them."""
+
+    output: OutputGroup
 
 
 @settings_of("audit", "output")
@@ -79,7 +180,7 @@ class AuditConfig:
     """The settings of `ringattn audit`; conf/audit.yaml explains each."""
 
     target: str
-    model: ModelGroup
+    model: str | None
     ranks: int | None
     features: list[str] | None
     patience: float
@@ -87,11 +188,9 @@ class AuditConfig:
     output: AuditOutputGroup
 
     def check(self) -> None:
-        """Raise InvalidInput for a patience that is no time, a file of a model, or a folder that cannot be written."""
+        """Raise InvalidInput for a patience that is no time, or a folder that cannot be written."""
         if not 0 < self.patience < inf:
             raise InvalidInput(f"patience={self.patience}: must be a number of seconds > 0")
-        if self.model.path is not None:
-            raise InvalidInput(f"model.path={self.model.path}: try model=module:function, which makes the model")
         if self.output.scripts is not None:
             make_folder(Path(self.output.scripts))
 
@@ -154,7 +253,7 @@ class CalibrateConfig:
             refuse(self, "ranks messages timeout", "with transport=none, which is one process alone")
 
 
-def read_software(config: AdviseConfig | SimulateConfig) -> Software:
+def read_software(config: ModelSettings) -> Software:
     """How a framework runs a layer, by the keys dtype, fp8, fp8_cache, lora and tp_overlap. Raises InvalidInput."""
     check_choice("fp8", str(config.fp8).lower(), ("false", "true", "blocks"))
     lora = config.lora if config.phase == "training" else None
@@ -162,7 +261,7 @@ def read_software(config: AdviseConfig | SimulateConfig) -> Software:
     return Software(config.dtype, **fp8, lora=lora, hides_exchanges=config.tp_overlap)
 
 
-def read_documents(config: AdviseConfig | SimulateConfig) -> tuple[int, ...] | Lognormal:
+def read_documents(config: ModelSettings) -> tuple[int, ...] | Lognormal:
     """The tokens of each document that is packed in a sequence, or their distribution. Raises InvalidInput."""
     given = [] if config.documents is None else config.documents
     if drawn := re.fullmatch(r"lognormal\((\w+), *([\d.]+)(?:, *(\d+))?\)", str(given)):

@@ -61,9 +61,7 @@ def numerics(
     elif ranks is not None:
         raise InvalidInput("ranks= needs mode='all'; mode='sample' takes rows=")
     elif backward:
-        raise InvalidInput(
-            "mode='sample' executes only the forward; for backward=True try mode='all' (numerics.mode=all)"
-        )
+        raise InvalidInput("mode='sample' executes only the forward; for backward=True try mode='all'")
     else:
         places = chosen_rows(plan, rows, spread, seed) if isinstance(rows, int) else list(rows)
         kept = Checkpoint(state, inputs | {"rows": places})

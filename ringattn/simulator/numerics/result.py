@@ -14,7 +14,7 @@ from .ledger import PairLedger
 
 #: The parts of a real run that each mode executes.
 MODES = {
-    "sample": "sample: messages, kernel and merges of chosen rows; only mode=all runs the executor and a transport",
+    "sample": "sample: messages, kernel and merges of chosen rows; only whole ranks run the executor and a transport",
     "all": "all: the executor, with copies between ranks of one process as its transport",
 }
 

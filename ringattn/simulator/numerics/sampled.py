@@ -252,14 +252,12 @@ def get_route(plan: Plan) -> Route:
     Raises Unsupported for a schedule without routes, and if queries travel (pass-Q).
     """
     if plan.forward_rotates == "q":
-        raise Unsupported(
-            "sampled rows need pass-KV, but this plan is pass-Q; try rotate='kv', or mode='all' (numerics.mode=all)"
-        )
+        raise Unsupported("sampled rows need pass-KV, but this plan is pass-Q; try rotate='kv', or whole ranks")
     route = make_schedule(plan.schedule, plan.demand)
     if not isinstance(route, Route):
         raise Unsupported(
             f"schedule {plan.schedule} delivers all blocks at once, so there are no hops to follow; try ring, "
-            "direct or double_ring, or mode='all'"
+            "direct or double_ring, or whole ranks, by mode='all' or ringattn verify whole=true"
         )
     return route
 

@@ -223,7 +223,7 @@ class ProgressLines:
             self.noun, self.tenth, self.first, self.start = noun, -1, done, now
         self.done, self.count, self.begun = done, count, now
         if (self.tenths and tenth != self.tenth) or now - self.last_line >= INTERVAL:
-            self.tenth, self.last_line = tenth, now
+            self.tenth = tenth
             self._print()
 
     def _repeat(self) -> None:
@@ -234,7 +234,8 @@ class ProgressLines:
 
     def _print(self) -> None:
         text = "preparing" if self.noun is None else f"{self.noun}: {self.done:,} of {self.count:,}"
-        now, units = time.monotonic(), self.done - self.first
+        self.last_line = now = time.monotonic()
+        units = self.done - self.first
         if (inside := now - self.begun) >= INTERVAL:
             text += f", {duration(inside)} in this one"
         if units >= self.count / LINES and self.begun - self.start >= 1:  # too early to estimate before

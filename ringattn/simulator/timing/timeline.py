@@ -90,7 +90,8 @@ def note_assumptions(plan: Plan, machine: Machine) -> tuple[str, ...]:
     Error bands come from published passes, all with 16-bit inputs.
     """
     rows = plan.batch * -(-plan.tokens // plan.ranks)
-    band = describe_band(machine.preset, rows) if ITEM_BYTES[plan.dtype] == 2 else ""
+    library = machine.kernel_rates.library if machine.kernel_rates else ""
+    band = describe_band(machine.preset, library, rows) if ITEM_BYTES[plan.dtype] == 2 else ""
     cores = ""
     if machine.preset == "cpu" and plan.ranks > MEASURED_CORES and machine.cores is None:
         cores = (

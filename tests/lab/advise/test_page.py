@@ -53,10 +53,10 @@ def test_the_page_begins_with_the_verdict_and_fits_a_phone(folder: Path) -> None
     page = (folder / "advice.html").read_text()
     assert not re.search(r'(src|href)="(?!data:|#)(?!https?://www\.w3\.org)[^"]*"', page)
     advice = json.loads((folder / "advice.json").read_text())
-    fits = advice["launched"]["fits"]
-    assert fits == (f"<pre>{advice['launch']}</pre>" in page) == advice["launch"].startswith("torchrun --nnodes 1 ")
+    fits, shown = advice["launched"]["fits"], page.replace(" \\\n  ", " ")  # in lines to be copied
+    assert fits == (f"<pre>{advice['launch']}</pre>" in shown) == advice["launch"].startswith("torchrun --nnodes 1 ")
     assert fits != ("which does not fit: train with ringattn.train" in page)
-    assert "USD" in page and "USD" in advice["verdict"]
+    assert "USD" in page and "USD" in advice["verdict"] and "989 TFLOP/s" in page and "e+14" not in page
     assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     if BROWSER is None:
         pytest.skip("no Chromium on this machine")
@@ -83,7 +83,7 @@ def test_prices_that_are_none_are_refused(prices: object, words: str) -> None:
 def test_a_machine_that_cannot_serve_is_named_beside_those_that_can(capsys: pytest.CaptureFixture[str]) -> None:
     """An A100 has no products in 8 bits."""
     config = AdviseConfig(tokens="4k", gpus=8, batch=4, phase="decode", prices={"h100": 2.5, "a100": 1.2}, fp8="true")
-    config.model.spec = "gpt_oss_120b"
+    config.model = "gpt_oss_120b"
     main(config)
     said = " ".join(capsys.readouterr().out.split())
     assert "refused: a100_nvlink_ib: " in said and "decode of gpt_oss_120b" in said and "cheapest" not in said

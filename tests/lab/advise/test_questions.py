@@ -36,6 +36,7 @@ def test_questions_have_answers(question: str, inside: Callable[..., subprocess.
     commands = [line for line in re.split(r" (?=launch: |note: )", said) if line.startswith("launch: ")]
     if "phase=" in question:
         assert "1e6 tokens [modelled]" in said and " kWh" in said and "attention at the rate of " in said
+        assert all(re.search(f"- With [0-9,]+ {name} it takes ", said) for name in ("sequences", "tokens"))
         assert len(commands) == 2 and all(read_server(line.removeprefix("launch: ")) for line in commands)
         return
     assert re.match(r"(Fastest|Cheapest) for ", said) and "attention by " in said and "how sure: " in said

@@ -16,11 +16,11 @@ import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.lab.advise.engines import ENGINES, command, starts
 from ringattn.lab.advise.search import Offer, Question
-from ringattn.lab.advise.serving import Serving, serve
+from ringattn.lab.advise.serving import CHUNKS, Serving, serve
 from ringattn.lab.models.config import ModelConfig, load_model
 from ringattn.lab.models.inference import decode, prefill
 from ringattn.lab.models.parallel import Parallel, Software
-from ringattn.text import digits, duration
+from ringattn.text import digits, duration, size
 
 MODEL = ModelConfig("tiny", 2, 256, 8, 4, 32, 512, 1024)
 MACHINE = replace(ra.get_machine("h100_nvlink_ib"), ranks_per_node=4)
@@ -169,7 +169,7 @@ def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
     fastest = serving.plain[8]
     assert fastest.parallel == Parallel(tp=8, schedule="auto") and fastest.seconds > serving.best[16].seconds
     for (words, line), engine in zip(serving.launches, ENGINES, strict=True):
-        assert words.startswith(f"{engine.name}: tp=8 in {duration(fastest.seconds)} [modelled]. It splits prompts ")
+        assert words.startswith(f"{engine.name}: tp=8: {duration(fastest.seconds)} [modelled]. It splits prompts ")
         assert line in serving.record["launch"] and " --tensor-parallel-size 8 " in line
     assert answer(within=1e-9).launches == []
     two = answer(batch=16, gpus=16, machine=ra.get_machine("h100_nvlink_ib"))
@@ -185,6 +185,17 @@ def test_experts_of_a_decode_are_shared_by_ranks_with_their_own_sequences() -> N
     assert serving.best[8].parts["ep"] > 0 and serving.record["best"]["8"]["ep"] == 8
 
 
+def test_prompts_that_do_not_fit_come_in_chunks() -> None:
+    """On one GPU the activations of a whole prompt are too many, those of a chunk are not; keys and values stay."""
+    prompt: dict[str, Any] = {"phase": "prefill", "tokens": 1 << 18, "gpus": 1}
+    whole, machine = answer(**prompt).best[1], MACHINE.changed(memory=1e9)
+    serving = answer(machine=machine, **prompt)
+    chunked = prefill(MODEL, machine, 1 << 18, serving.best[1].parallel, chunk=(1 << 18) // CHUNKS)
+    assert whole.bytes - whole.memory["reserved"] > 1e9 and serving.best[1] == chunked
+    assert chunked.memory["keys and values"] == whole.memory["keys and values"]
+    assert "one GPU in 32 chunks" in serving.verdict and "chunks" not in answer(**prompt).verdict
+
+
 def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
     """Weights stay; a decode reads half of the bytes of keys and values, and a prefill keeps half of them."""
     model, machine = load_model("llama3_8b"), ra.get_machine("h100_nvlink_ib")
@@ -197,3 +208,20 @@ def test_keys_and_values_in_eight_bits_are_half_as_many_bytes() -> None:
         if phase is decode:
             assert narrow.parts["keys and values"] == pytest.approx(wide.parts["keys and values"] / 2)
             assert narrow.parts["mlp"] == wide.parts["mlp"]
+
+
+def test_changes_are_those_of_the_chosen_spread() -> None:
+    """Each is an estimate of its own, and one that does not fit says by how much."""
+    serving = answer(batch=4, tokens=1 << 20, gpus=2)
+    chosen = serving.best[serving.chosen or 0].parallel
+    more, longer, *bits = serving.changes
+    assert chosen.rows * chosen.dp == 4
+    wide = decode(MODEL, MACHINE, 1 << 20, replace(chosen, rows=4 * chosen.rows))
+    assert more == f"With 16 sequences it takes {duration(wide.seconds)} and {size(wide.bytes)}."
+    far = decode(MODEL, MACHINE, 1 << 22, chosen)
+    assert longer == f"With 4,194,304 tokens it takes {duration(far.seconds)} and {size(far.bytes)}."
+    assert [line.split()[1] for line in bits] == ["fp8_cache=true", "fp8=true"]
+    tight = answer(batch=4, tokens=1 << 20, gpus=1, machine=MACHINE.changed(memory=1.1 * serving.best[1].bytes))
+    assert ", but a GPU needs " in tight.changes[0] and "more than the" in tight.changes[0]
+    known = answer(software=Software(fp8=True, fp8_cache=True), gpus=1)
+    assert len(known.changes) == 2 and answer(within=1e-9).changes == []

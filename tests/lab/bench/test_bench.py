@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,10 @@ def test_the_command_of_a_report_is_one_of_a_shell_and_of_hydra() -> None:
 
 @pytest.mark.parametrize("suite", ["ring", "not_installed"])
 def test_a_report_has_the_tables(suite: str, tmp_path: Path) -> None:
-    path = tmp_path / "ring_cpu_2026-01-01_1.jsonl"
+    path, header = tmp_path / "ring_cpu_2026-01-01_1.jsonl", make_header()
     lines = [
-        {**make_header(), "suite": suite, "planned": 3},
-        {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another"},
+        {**header, "suite": suite, "planned": 3, "machine": {**header["machine"], "cores": 2}},
+        {"key": "x", **bench_runner.summarise_case(case(1.5), RAW), "source": "another", "others": 1.5},
         {"key": "y", **bench_runner.summarise_case(case(1.5), [bench_runner._failure("OutOfMemory", "<script>")])},
     ]
     path.write_bytes(b"".join(map(write_line, lines)))
@@ -99,8 +100,19 @@ def test_a_report_has_the_tables(suite: str, tmp_path: Path) -> None:
     page = render_page("ringattn.lab.bench", "bench.j2", {"report": report})
     assert "<td>single / ring</td>" in page and 'data-v="2.0"' in page and "1.0e-07" in page
     assert "<td>&gt;= 1.5</td><td>yes</td>" in page
+    assert "<strong>The machine was busy. Other processes used at most 1.50 of 2 cores, beside x.</strong>" in page
     assert "measured different versions" in page and "2 of 3 cases" in page and f"ringattn report {suite}" in page
     assert "OutOfMemory: &lt;script" in page
+
+
+def test_work_of_others_is_that_of_the_cores_less_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, tick = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    counts.write_text(f"cpu  {50 * tick} 0 {20 * tick} 900 30 {tick} {tick} {8 * tick} 5 0\ncpu0 1 2 3\n")
+    monkeypatch.setattr(bench_runner, "Path", lambda name: counts)
+    monkeypatch.setattr(bench_runner.os, "times", lambda: (3.0, 1.0, 4.0, 2.0, 99.0))
+    assert bench_runner.others_seconds() == 80.0 - 10.0
+    counts.unlink()
+    assert bench_runner.others_seconds() is None
 
 
 def test_a_failure_has_a_class_and_ends_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ from ringattn.lab.models.layer import collective_seconds
 from ringattn.lab.models.packing import Lognormal, draw
 from ringattn.lab.models.parallel import CHECKPOINTING, SHARDS, Parallel, Software
 from ringattn.lab.models.training import StepEstimate, training_step
+from ringattn.lab.published.steps import MACHINES
 from ringattn.lab.verbs.settings import AdviseConfig, read_documents
+from ringattn.machine.bands import STEPS_MACHINES
 
 MODEL = ModelConfig("small", 2, 256, 4, 2, 64, 512, 1024)
 #: A memory of 1e12 bytes/s (twice the rate of merging), matrix products of 2e12 flop/s, nodes of 4.
@@ -293,6 +295,10 @@ def test_only_inputs_of_layers_are_on_the_host() -> None:
     assert full.memory["activations"] - host.memory["activations"] == 18 * one and host.host_bytes == 20 * one
     assert host.memory["optimizer"] == full.memory["optimizer"] and host.parts["optimiser"] == full.parts["optimiser"]
     assert host.seconds == pytest.approx(full.seconds) and host.parts["host"] == 0
+    staged: dict[str, Any] = {"model": deep, "tokens": 4096, "pp": 2, "rows": 4}
+    full, host = (step(checkpointing=name, **staged) for name in ("full", "offload"))
+    assert host.host_bytes == 2 * 10 * one, "two micro-batches at once on the first stage, of 10 layers"
+    assert full.memory["activations"] - host.memory["activations"] == (2 * 10 - 2) * one
     slow = step(model=deep, checkpointing="offload", tokens=4096, machine=MACHINE.changed(host_bandwidth=1.0))
     assert slow.parts["host"] == pytest.approx(20 * 2 * one, rel=1e-3)
 
@@ -513,6 +519,15 @@ def test_the_rest_of_a_layer_hides_the_host() -> None:
     rest = {name: sum(slow.parts[x] for x in ("projections", "mlp", "norms")) / 3 for name in ("forward",)}
     total = slow.parts["attention forward"] + rest["forward"]
     assert total == pytest.approx(32 * 8.0, rel=1e-3)
+
+
+def test_machines_of_published_steps_have_their_band() -> None:
+    assert {*STEPS_MACHINES} == {*MACHINES.values(), "h100_500w_ib"}
+    plain, sheet = (
+        training_step(MODEL, ra.get_machine(f"{name}/{kernel}"), TOKENS, Parallel())
+        for name, kernel in (("h100_nvlink_ib", "fa2"), ("mi300x_ib", "ck"))
+    )
+    assert plain.outside == () and "GPUs of mi300x_ib" in sheet.outside
 
 
 def test_drawn_documents_are_the_same_everywhere_and_the_slowest_group_is_waited_for() -> None:

@@ -13,15 +13,14 @@ from studies import config, read, study, text_of
 import ringattn as ra
 from ringattn import InvalidInput
 from ringattn.cli.config.defaults import conf_dir
-from ringattn.cli.config.groups import ExecuteGroup, ModelGroup, StudyGroup
 from ringattn.cli.config.overrides import compose
-from ringattn.cli.config.schema import MachineGroup, SimulateConfig
 from ringattn.lab.models.config import load_model
 from ringattn.lab.models.inference import decode
 from ringattn.lab.models.parallel import Parallel
-from ringattn.lab.study import plots, runner
+from ringattn.lab.study import runner
 from ringattn.lab.study.runner import Study, run
 from ringattn.lab.study.space import list_points
+from ringattn.lab.verbs.settings import ExecuteGroup, StudyConfig
 from ringattn.machine.presets import get_machine
 
 
@@ -71,7 +70,7 @@ def test_refused_points_are_rows_with_their_reason(tmp_path: Path) -> None:
     ("axes", "tokens", "words"),
     [
         ({"ranks": [2, 0, 8]}, [4096, 4096, 4096], "ranks=0 must be an integer >= 1"),
-        ({"tokens": ["1k", 0, "2k"]}, [1024, 0, 2048], "tokens=0: there is nothing to simulate"),
+        ({"tokens": ["1k", 0, "2k"]}, [1024, 0, 2048], "tokens=0: there is nothing to compute"),
         ({"shard": ["1k"], "ranks": [2, 0, 4]}, [2048, 0, 4096], "ranks=0 must be an integer >= 1"),
     ],
 )
@@ -89,30 +88,28 @@ def test_points_of_nothing_are_rows_with_their_reason(
 
 def test_tokens_that_shards_would_set_are_refused() -> None:
     axes = {"ranks": [2, 4]}
-    for options in (
-        {"study": StudyGroup(axes={"shard": [512, "1k"]})},
-        {"study": StudyGroup(axes=axes), "shard": "8k"},
-        {"study": StudyGroup(axes={"tokens": [512, "1k"]}), "shard": "8k"},
-        {"study": StudyGroup(axes={"tokens": [512, "1k"], "shard": [512]})},
+    for axes_of_one, fixed in (
+        ({"shard": [512, "1k"]}, {"tokens": 4096}),
+        (axes, {"shard": "8k"}),
+        ({"tokens": [512, "1k"]}, {"shard": "8k"}),
+        ({"tokens": [512, "1k"], "shard": [512]}, {}),
     ):
         with pytest.raises(InvalidInput, match=r"tokens=\d+ has no meaning with shard=.* \(shard=null unsets it\)"):
-            list_points(config(**options))
-    found = list_points(config(study=StudyGroup(axes=axes)), ["shard=null", "tokens=4096"])
-    assert [one.config.size() for one in found] == [4096, 4096]
+            list_points(config(axes_of_one, **fixed))
+    found = list_points(config(axes, shard="null", tokens=4096))
+    assert [one.config.length() for one in found] == [4096, 4096]
 
 
 def test_a_setting_that_one_point_reads_is_taken(tmp_path: Path) -> None:
     table = run(study(tmp_path, {"backward": [False, True]}, rotate="kv"))
     assert [(row["backward"], "backward time" in row) for row in table.rows] == [(False, False), (True, True)]
     with pytest.raises(InvalidInput, match="rotate=kv has no meaning without backward=true"):
-        list_points(config(study=StudyGroup(axes={"ranks": [2, 4]}), rotate="kv"))
+        list_points(config({"ranks": [2, 4]}, rotate="kv"))
 
 
 def test_axes_are_checked() -> None:
-    def made(axes: dict[str, Any], overrides: tuple[str, ...] = (), **options: Any) -> Any:
-        given = () if "pattern" in axes else ("pattern=window",)
-        tokens = {"tokens": SimulateConfig().tokens} if "shard" in axes else {}
-        return list_points(config(study=StudyGroup(axes=axes, **options), **tokens), (*given, *overrides))
+    def made(axes: dict[str, Any], fixed: dict[str, Any] | None = None, **options: Any) -> Any:
+        return list_points(config(axes, options, **{"pattern": "window", **(fixed or {})}))
 
     for axes, words in (
         ({"rank": [1]}, "did you mean 'ranks'"),
@@ -127,7 +124,7 @@ def test_axes_are_checked() -> None:
         with pytest.raises(InvalidInput, match=words):
             made(axes)
     with pytest.raises(InvalidInput, match="the study varies ranks"):
-        made({"ranks": [1, 2]}, ("ranks=4",))
+        made({"ranks": [1, 2]}, {"ranks": 4})
     with pytest.raises(InvalidInput, match="is an axis and in"):
         made({"ranks": [1, 2]}, together=[{"ranks": 4}])
     twice = [{"ranks": 2, "label.name": "a"}, {"ranks": 2, "label.name": "b"}]
@@ -139,7 +136,7 @@ def test_axes_are_checked() -> None:
     settings = {"pattern.left": 2048, "shard": 1024, "machine.bandwidth": 1e9, "slow": {0: 2.0}}
     assert [one.settings for one in found[2:]] == [settings, {**settings, "slow": None}]
     # Parts of a group that the command line gives hold for every option.
-    both = made({"machine": ["cpu", "a100_pcie"]}, ("machine.bandwidth=7e9",))
+    both = made({"machine": ["cpu", "a100_pcie"]}, {"machine.bandwidth": 7e9})
     assert [one.config.machine.made().bandwidth for one in both] == [7e9, 7e9]
     assert both[1].config.machine.made().ranks_per_node == 4
     paired = made({"heads": [1, 2]}, together=[{"ranks": 2, "label.name": "a"}, {"ranks": 4}])
@@ -149,7 +146,7 @@ def test_axes_are_checked() -> None:
 
 
 def test_points_of_one_plan_follow_each_other() -> None:
-    made = list_points(config(study=StudyGroup(axes={"machine.bandwidth": [1e9, 2e9], "ranks": [2, 4]})))
+    made = list_points(config({"machine.bandwidth": [1e9, 2e9], "ranks": [2, 4]}))
     assert [point.config.ranks for point in made] == [2, 4, 2, 4]
     assert [point.config.ranks for point in sorted(made, key=lambda point: point.plan_key)] == [2, 2, 4, 4]
 
@@ -157,11 +154,11 @@ def test_points_of_one_plan_follow_each_other() -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "study").glob("*.yaml")))
 def test_presets_have_points_and_plots(name: str) -> None:
     """Each preset composes, its points are made, and its plots are known; nothing is computed."""
-    overrides = [f"study={name}"]
-    found = OmegaConf.to_object(compose("simulate", overrides))
-    assert isinstance(found, SimulateConfig)
-    assert len(list_points(found, overrides)) > 5 and found.study.name == name
-    plots.check_names(found.study.plots)
+    found = OmegaConf.to_object(compose("study", [f"study={name}"]))
+    assert isinstance(found, StudyConfig)
+    points = list_points(found)
+    assert len(points) > 5 and found.name == name
+    runner.check_study(found, points)
 
 
 def test_what_is_known_before_the_first_point_is_said_before_it(
@@ -192,40 +189,59 @@ def test_numbers_of_machines_are_axes_of_plots_however_they_are_written(tmp_path
         (1e9, 1), (1e9, 1024), (5e10, 1), (5e10, 1024)
     ]  # fmt: skip
     report = text_of(tmp_path / "s" / "report.html")
-    assert "h100_nvlink_ib: flops=6.5e+14 flop/s [assumed]" in report
+    assert "h100_nvlink_ib: flops=650 TFLOP/s [assumed]" in report
     assert "bandwidth=1 GB/s .. 50 GB/s, by point" in report
     assert "3: machine.bandwidth=50 GB/s, passes=1,024" in report
 
 
 def test_nodes_that_do_not_fit_are_refused_as_in_one_simulation(tmp_path: Path, refused: Refused) -> None:
-    table = run(study(tmp_path / "s", {"ranks": [6, 8]}, machine=MachineGroup("cpu", ranks_per_node=4)))
+    table = run(study(tmp_path / "s", {"ranks": [6, 8]}, machine="cpu", **{"machine.ranks_per_node": 4}))
     assert [row["status"] for row in table.rows] == ["refused", "ok"]
     told = refused("simulate", "ranks=6", "machine=cpu", "machine.ranks_per_node=4")
     assert told == f"ringattn: {table.rows[0]['why']}\n"
 
 
 def test_overrides_are_taken_or_refused_in_our_words(tmp_path: Path, inside: Inside, refused: Refused) -> None:
-    """A new axis needs no plus; without a study its settings are refused, and so is a folder in none."""
+    """A new axis needs no plus, keys of the point are told from those of the study, and a folder in none is refused."""
     for arguments, words in (
-        (("study.plots=[stack]",), "study.plots=['stack'] has no meaning without a study"),
-        (("study.execute.budget=5",), "study.execute.budget=5.0 has no meaning without a study"),
-        (("study.axes.rank=[8]",), "did you mean 'ranks'"),
-        (("study.axes.ranks=8",), "study.axes.ranks=8: Invalid value assigned: int is not a ListConfig"),
-        (("study.axes.ranks=[2]", "study.plots=[]", "output.path=no/such"), "the folder no does not exist; make it"),
+        (("plots=[stack]",), "study: no key has several values; write them with commas"),
+        (("axes.rank=[8]",), "did you mean 'ranks'"),
+        (("rnks=2,4",), "did you mean 'ranks'"),
+        (("axes.ranks=8",), "axes.ranks=8: Invalid value assigned: int is not a ListConfig"),
+        (("axes.ranks=[2]", "plots=[]", "output.path=no/such"), "the folder no does not exist; make it"),
+        (("cp=1,2",), "cp=1: cp is a key of ringattn estimate, not of ringattn simulate"),
+        (("of=estimate", "cp=1,2", "ranks=4"), "ranks=4: ranks is a key of ringattn run, plan, simulate, verify"),
+        (("of=estimate", "cp=1,2", "extrapolate=1e12"), "extrapolate=1000000000000.0 has no meaning with of=estimate"),
+        (("of=run", "ranks=1,2"), "of=run: expected one of simulate, estimate"),
+        (("scaling", "ranks=4"), "ranks=4 has no meaning: the study varies ranks; give its values as axes.ranks=[...]"),
+        (("scalin",), "study=scalin: no such option; did you mean 'scaling'?"),
     ):
-        assert words in refused("simulate", *arguments)
+        assert words in refused("study", *arguments)
         assert not list(tmp_path.iterdir())
-    for arguments in (("study.axes.ranks=[2]",), ("+study.axes.ranks=[4]", "output.path=two")):
-        done = inside("simulate", *arguments, "study.plots=[]")
+    for arguments in (("axes.ranks=[2]",), ("+axes.ranks=[4]", "output.path=two")):
+        done = inside("study", *arguments, "plots=[]")
         assert "1 point [modelled], 0 refused; " in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"outputs", "two"}
+
+
+@pytest.mark.parametrize("verb", ["simulate", "estimate", "plan", "verify"])
+def test_schedules_by_name_are_jobs_of_every_verb_that_has_them(verb: str, inside: Inside, tmp_path: Path) -> None:
+    """An axis of words alone has no plots."""
+    words = {"estimate": ("tokens=4k", "cp=2"), "verify": ("tokens=64", "whole=true")}.get(
+        verb, ("ranks=4", "tokens=64")
+    )
+    done = inside(verb, "-m", "schedule=ring,allgather", *words)
+    table = done.stdout.rpartition("\npoints [modelled]\n" if verb in ("simulate", "estimate") else "\njobs: ")[2]
+    rows = [line.split() for line in table.splitlines()]
+    assert [row[0] for row in rows if row[0] in ("ring", "allgather")] == ["ring", "allgather"]
 
 
 def test_points_of_a_model_are_direct_calls(tmp_path: Path) -> None:
     """A decode by cp and batch: the numbers of `decode`, a reason where the tokens are too few, and every plot."""
     pytest.importorskip("matplotlib")
-    options = StudyGroup("decode", axes={"cp": [2, 16], "batch": [1, 4]}, plots=["time", "stack", "memory"], x="batch")
-    made = config(model=ModelGroup("llama3_8b"), phase="decode", tokens=8, ranks=8, heads=1, study=options)
+    axes = {"cp": [2, 16], "batch": [1, 4]}
+    fixed = {"phase": "decode", "tokens": 8, "layout": "contiguous", "schedule": "ring"}
+    made = StudyConfig("estimate", axes=axes, fixed=fixed, plots=["time", "stack", "memory"], x="batch")
     table = run(Study(made, list_points(made), tmp_path))
     model, machine = load_model("llama3_8b"), get_machine("h100_nvlink_ib")
     for row in table.rows[:2]:

@@ -21,14 +21,7 @@ from ringattn.lab.pages.journal import Journal, read_journal, write_line
 from ringattn.lab.study import runner
 from ringattn.lab.study.runner import run
 
-SWEEP = [
-    "-m",
-    "pattern=Causal(),Causal() & Window(100)",
-    "ranks=2,4,8",
-    "tokens=4k,1M",
-    "heads=2",
-    "study.plots=[stack]",
-]
+SWEEP = ["pattern=Causal(),Causal() & Window(100)", "ranks=2,4,8", "tokens=4k,1M", "heads=2", "plots=[stack]"]
 
 
 def test_a_torn_line_is_dropped_and_a_changed_study_refused(tmp_path: Path) -> None:
@@ -101,7 +94,7 @@ def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
 def test_a_killed_study_ends_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL while points are done: no point is done twice, and all files are those of a quiet run."""
     pytest.importorskip("matplotlib")
-    arguments = ("simulate", *SWEEP, "output.path=out")
+    arguments = ("study", *SWEEP, "output.path=out")
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     quiet, killed = tmp_path / "quiet", tmp_path / "killed"
     for folder in (quiet, killed):
@@ -125,7 +118,7 @@ def test_a_study_that_is_interrupted_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: Inside
 ) -> None:
     """Ctrl-C at the third point: status 130, the folder is named, two points are kept, and the same command ends it."""
-    arguments = ("simulate", "-m", "ranks=2,4,8", "tokens=4k", "study.plots=[]", "output.path=out")
+    arguments = ("study", "ranks=2,4,8", "tokens=4k", "plots=[]", "output.path=out")
     real, done = runner.evaluation.evaluate, []
 
     def interrupted(config: SimulateConfig) -> dict[str, Any]:
@@ -166,7 +159,7 @@ def test_folders_that_cannot_be_used_are_refused_before_the_first_point(
 
 def test_a_full_disk_ends_a_study_that_goes_on_later(tmp_path: Path) -> None:
     """Files of a process may not grow beyond 4 KiB: the points before that are kept, in whole lines."""
-    arguments = ("simulate", *SWEEP[:-1], "study.plots=[]", "output.path=out")
+    arguments = ("study", *SWEEP[:-1], "plots=[]", "output.path=out")
     with room(4096):
         full = started(*arguments, cwd=tmp_path, status=2)
     assert "points.jsonl: could not be written" in full.stderr and "run the same command" in full.stderr

@@ -13,12 +13,12 @@ from studies import files, read, study, text_of
 
 import ringattn as ra
 from ringattn import Unsupported
-from ringattn.cli.config.groups import ExecuteGroup
 from ringattn.errors import NumericsFailure
 from ringattn.lab.study import plots, report, runner
 from ringattn.lab.study.evaluation import plan_execution
 from ringattn.lab.study.runner import run
-from ringattn.lab.study.tables import show_number
+from ringattn.lab.study.tables import Table, show_number
+from ringattn.lab.verbs.settings import ExecuteGroup
 
 
 def test_budgets_decide_by_assumed_rates_alone(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_the_billion_tokens_quickly(inside: Inside, tmp_path: Path) -> None:
     """The experiment on its three smallest sizes: what is executed passes its ledger, the rest is said not to be."""
     pytest.importorskip("matplotlib")
     sizes = "[{tokens: 8192, ranks: 1}, {tokens: 131072, ranks: 32}, {tokens: 1048576, ranks: 256}]"
-    axes = ["study.axes.pattern=[full, 'Causal() & Window(255)']", "study.axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
-    options = ("study.execute.budget=1", f"study.together={sizes}", "output.path=out")
-    done = inside("simulate", "experiment=billion_tokens", *options, *axes)
+    axes = ["axes.pattern=[full, 'Causal() & Window(255)']", "axes.machine=[gtx1080_pcie, h100_nvlink_ib]"]
+    options = ("execute.budget=1", f"together={sizes}", "output.path=out")
+    done = inside("study", "billion_tokens", *options, *axes)
     rows = read(tmp_path / "out" / "sweep.csv")
     assert len(rows) == 12
     assert {"complete"} == {row["executed ledger"] for row in rows if row["executed how"]}
@@ -99,6 +99,16 @@ def test_reports_hold_every_number_with_its_word(tmp_path: Path) -> None:
         assert seconds == min(both.values()) and name == " = ".join(x for x in both if both[x] == seconds)
     run(study(tmp_path / "b", axes, study=options, slow={1: 2.0}))
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_series_that_are_equally_fast_share_a_cell() -> None:
+    times = {"contiguous": 1.0, "zigzag": 1.0, "striped": 2.0}
+    rows = tuple(
+        {"status": "ok", "ranks": 2, "tokens": 4, "layout": layout, "forward time": seconds}
+        for layout, seconds in times.items()
+    )
+    table = Table((), rows, ("ranks", "tokens", "layout"), (), ())
+    assert plots.find_fastest(table, "ranks", "tokens") == {(2, 4): ("contiguous = zigzag", 1.0)}
 
 
 def test_reports_escape_labels_and_end_long_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def test_sources_follow_their_numbers() -> None:
 
 def test_the_command(inside: Inside, tmp_path: Path) -> None:
     done = inside(
-        "simulate ranks=4 tokens=4k backward=true machine=cuda machine.memory=80e9 'slow={1: 1.5}' passes=3 "
+        "simulate ranks=4 tokens=4k heads=1 backward=true machine=cuda machine.memory=80e9 'slow={1: 1.5}' passes=3 "
         "'stalls=[[2, 1, 0.01]]' machine.price=2 output.path=t.json"
     )
     plan = make_plan(Causal(), tokens=4096, ranks=4, schedule="ring")

@@ -28,7 +28,7 @@ TARGET = 0.35
 TIMELINE_RANKS = 1 << 18
 MACHINE = Machine(flops=5e14, latency=1e-5, bandwidth=5e10)
 VIRTUAL_NOTE = (
-    "virtual ranks: all ranks executed in batches (`numerics.mode=all`) on existing tensors, after planning, without "
+    "virtual ranks: all ranks executed in batches (`whole=true`) on existing tensors, after planning, without "
     "oracles and ledger; attention: one call on the same tensors"
 )
 TIMING_NOTE = "timing: ra.simulate of a plan of 262,144 ranks; slow: each rank has its own factor (solver stencil)"

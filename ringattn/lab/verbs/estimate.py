@@ -1,4 +1,4 @@
-"""ringattn simulate model=...: estimate a training step, a prefill or a decode of a whole model."""
+"""ringattn estimate: a training step, a prefill or a decode of a whole model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ...cli.config.groups import PHASES, check_choice, check_file
-from ...cli.config.schema import SimulateConfig, parse_size
+from ...cli.config.groups import check_choice
+from ...cli.config.schema import parse_size
 from ...cli.simulate import machine_record
 from ...files import STDOUT, check_json, write_json
 from ...inference import MERGES, WINDOWS
-from ...machine.bands import MEMORY, describe_band, describe_steps
+from ...machine.bands import MEMORY, describe_steps
 from ...machine.presets import CURRENCY
 from ...simulator.progress import listening
 from ...simulator.reporting.console import Number, print_grid, print_numbers, print_paragraph, show_progress
@@ -23,7 +23,7 @@ from ..models.inference import decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel
 from ..models.training import StepEstimate, training_step
-from .settings import read_documents, read_software
+from .settings import EstimateConfig, read_documents, read_software
 
 #: Effects that no formula of models/ covers.
 NOT_MODELLED = (
@@ -32,16 +32,15 @@ NOT_MODELLED = (
 )
 
 
-def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
+def estimate_model(config: EstimateConfig) -> tuple[ModelConfig, ModelEstimate]:
     """Predict what `phase` asks for: a training step, a prefill or a decoded token; returns the model and the estimate.
 
     Raises InvalidInput and Unsupported.
     """
-    check_choice("phase", config.phase, PHASES)
+    config.check()
     check_choice("merge", config.merge, MERGES)
     check_choice("windows", config.windows, WINDOWS)
-    check_file("model", config.model.spec, config.model.path, "the config.json of a Hugging Face model")
-    model = load_model(config.model.path or str(config.model.spec))
+    model = load_model(config.model)
     parallel = Parallel(
         **{name: getattr(config, name) for name in ("cp", "dp", "tp", "ep", "pp", "micro_batches", "interleaved")},
         layout=config.layout.spec,
@@ -52,7 +51,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
         software=read_software(config),
         documents=read_documents(config),
     )
-    machine, tokens = config.machine.made(ranks=parallel.gpus), config.size()
+    machine, tokens = config.machine.made(ranks=parallel.gpus), config.length()
     if config.phase == "training":
         return model, training_step(model, machine, tokens, parallel)
     if config.phase == "prefill":
@@ -61,7 +60,7 @@ def estimate_model(config: SimulateConfig) -> tuple[ModelConfig, ModelEstimate]:
     return model, decode(model, machine, tokens, parallel, merge=config.merge, windows=config.windows)
 
 
-def main(config: SimulateConfig) -> None:
+def main(config: EstimateConfig) -> None:
     """Print the predicted times and memory of a model for `phase`; also write them to `output.path` as JSON, if set."""
     check_json(config.output.path)
     with show_progress(Console(stderr=True)) as tell, listening(tell):
@@ -82,13 +81,13 @@ def main(config: SimulateConfig) -> None:
         _print(config, model, estimate, numbers)
 
 
-def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, numbers: list[Number]) -> None:
+def _print(config: EstimateConfig, model: ModelConfig, estimate: ModelEstimate, numbers: list[Number]) -> None:
     """Print the request, the tables of time and memory, and the derived numbers."""
     parallel = estimate.parallel
     name = config.machine.path or config.machine.spec
     print_paragraph(
         f"{config.phase} of {model.name}: {plural(parallel.rows * parallel.dp, 'sequence')} of "
-        f"{plural(config.size(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
+        f"{plural(config.length(), 'token')} on {plural(estimate.gpus, 'GPU')} of {name}, cp={parallel.cp} "
         f"dp={parallel.dp} tp={parallel.tp} ep={parallel.ep} pp={parallel.pp}, {config.dtype}"
         + (f", sharding={parallel.shard} checkpointing={parallel.checkpointing}" if config.phase == "training" else "")
     )
@@ -103,19 +102,15 @@ def _print(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate, 
     if model.mlp_item is not None:
         kept = "weights are trained" if config.phase == "training" else "weights are stored as quantized, and compute"
         print_paragraph(f"note: the config is quantized; {kept} in {config.dtype} [assumed]")
-    for note in describe_errors(config, estimate):
-        print_paragraph(f"note: {note}")
+    print_paragraph(f"note: {describe_errors(config.phase, estimate)}")
     print_paragraph(f"not modelled: {NOT_MODELLED}")
 
 
-def describe_errors(config: SimulateConfig, estimate: ModelEstimate) -> list[str]:
-    """How far such predictions were from published measurements, one sentence for each part of the prediction."""
+def describe_errors(phase: str, estimate: ModelEstimate) -> str:
+    """How far such predictions were from published measurements."""
     if isinstance(estimate, StepEstimate):
-        return [describe_steps(estimate.outside)]
-    parallel = estimate.parallel
-    tokens = parallel.rows // parallel.count * -(-config.size() // parallel.cp)
-    band = describe_band(estimate.machine.preset, tokens) if config.phase == "prefill" else ""
-    return [*([f"attention on {band}"] if band else []), f"a {config.phase} has no published measurement here"]
+        return describe_steps(estimate.outside)
+    return f"a {phase} has no published measurement here"
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:
@@ -168,12 +163,12 @@ def _cost_numbers(step: StepEstimate) -> list[Number]:
     return numbers
 
 
-def _record(config: SimulateConfig, model: ModelConfig, estimate: ModelEstimate) -> dict[str, Any]:
+def _record(config: EstimateConfig, model: ModelConfig, estimate: ModelEstimate) -> dict[str, Any]:
     """The numbers as plain data, in seconds and bytes."""
     record: dict[str, Any] = {
         "model": {**asdict(model), "parameters": model.parameters, "active_parameters": model.active_parameters},
         "phase": config.phase,
-        "tokens": config.size(),
+        "tokens": config.length(),
         "parallel": {**asdict(estimate.parallel), "gpus": estimate.gpus},
         "machine": machine_record(estimate.machine),
         **{name: getattr(estimate, name) for name in ("plan", "seconds", "parts", "memory", "fits")},
