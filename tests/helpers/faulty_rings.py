@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 Tensor = torch.Tensor
 
@@ -203,6 +205,26 @@ def forget(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, decay: 
     return recur(q, k, v, group=group, causal=causal, decay=decay, lost=True)
 
 
+def convolve(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, taps: tuple[float, ...], lost: bool = False
+) -> Tensor:
+    """A convolution of contiguous shards, which may lose the halo between ranks."""
+    (rank, rows), wide = (
+        (dist.get_rank(group), q.shape[2]),
+        torch.float64 if q.dtype == torch.float64 else torch.float32,
+    )
+    values = _Gather.apply(v.to(wide).contiguous(), group).repeat_interleave(q.shape[1] // v.shape[1], 1)
+    place = torch.arange(values.shape[2])
+    distance = torch.arange(rank * rows, (rank + 1) * rows)[:, None] - place
+    factors = torch.tensor([*taps, 0.0], dtype=wide)[distance.clamp(0, len(taps))]
+    return (factors.masked_fill((distance < 0) | (lost & (place < rank * rows)), 0.0) @ values).to(q.dtype)
+
+
+def without_halo(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool, taps: tuple[float, ...]) -> Tensor:
+    """The same, without the rows of earlier ranks."""
+    return convolve(q, k, v, group=group, causal=causal, taps=taps, lost=True)
+
+
 def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:
     """Rank 0 refuses causal masks after the others have begun to wait for it."""
     if causal and dist.get_rank(group) == 0:
@@ -279,6 +301,12 @@ def run_model(model: Any, batch: dict[str, Tensor], *, group: Any, drop: str = "
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     logits = model(**given, use_cache=False).logits.tensor_split(ranks, 1)[rank]
     return logits.detach() + (logits - logits.detach()) * (share if rank else 1.0)
+
+
+def sharded(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
+    """With parameters that FSDP2 shards: it takes the mean of their gradients."""
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    return run_model(model, batch, group=group)
 
 
 def without_documents(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:

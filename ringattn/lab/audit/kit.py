@@ -43,12 +43,10 @@ DISTINCT, WARM = 4, 50
 #: The parts of a mask that are numbers of tokens; these and other numbers change from call to call.
 NUMBERS = ("window", "padding", "left", "sinks")
 VARIED = (*NUMBERS, "scale", "softcap")
-#: Errors by which a library refuses a call, and these with those that count as crashes; any other ends the rank.
+#: Errors by which a library refuses a call, and those that count as crashes; any other ends the rank.
 REFUSALS = (NotImplementedError, ValueError)
-ERRORS = (
-    *(*REFUSALS, RuntimeError, AssertionError, AttributeError, LookupError),
-    *(ArithmeticError, ImportError, OSError, TypeError),
-)
+CRASHES = (RuntimeError, AssertionError, AttributeError, LookupError, ArithmeticError, ImportError, OSError, TypeError)
+ERRORS = (*REFUSALS, *CRASHES)
 
 
 @dataclass(frozen=True)
@@ -92,11 +90,6 @@ class Case:
     def ruler(self) -> torch.dtype:
         """The dtype that tolerances are for: in fp64, of which the exact result is, that of a call in fp32."""
         return torch.float32 if self.dtype == "float64" else getattr(torch, self.dtype)
-
-    @property
-    def different(self) -> int:
-        """How many problems the calls have in turn."""
-        return 1 if "cache" in self.ways else min(self.calls, DISTINCT)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -405,7 +398,9 @@ class Attempt:
         self.row_sets = [place_rows(target, self.prompt, i, self.ranks) for i in range(self.ranks)]
         self.rows, self.key_rows = self.row_sets[rank], place_rows(target, case.keys or self.prompt, rank, self.ranks)
         self.given = torch.float64 if "differ" in case.ways and rank == 1 else self.dtype
-        self.problems = [case.pose(call, number) for call in range(case.different)]
+        self.problems = [
+            case.pose(i, number) for i in range(1 if self.prompt < case.tokens else min(case.calls, DISTINCT))
+        ]
         #: By problem: what its first call returned, and the verdict on it. By call: which weights dropout kept.
         self.known, self.kept = dict[int, tuple[dict[str, Tensor], Verdict]](), list[Tensor]()
 
@@ -416,7 +411,6 @@ class Attempt:
             return self.target(*qkv, group=self.group, **promise, **given)
 
         promise = {"same_bits": True} if "bits" in self.case.ways and "same_bits" in accepts(self.target) else {}
-
         if "compile" in self.case.ways:
             set_lock = getattr(vars(torch.hub)["tqdm"], "set_lock", None)
             if set_lock is not None:
@@ -516,17 +510,16 @@ class Attempt:
         seen, shown, share = see(case)[0, 0], whole.cpu(), 1 - case.mask["dropout"]
         kept = (shown != 0) & seen
         found = float(kept.sum() / (seen.sum() * case.batch * case.heads))
-        first = kept[:, :, :, 0]
         same = (kept[:, :, sets[0]] == kept[:, :, sets[1]])[..., seen[sets[0]] & seen[sets[1]]]
-        if abs(found - share) > 0.08:
-            raise WrongError(f"dropout={1 - share:g} kept {found:.0%} of the weights")
-        if (first == first[:, :1]).all():
-            raise WrongError("dropout is the same in all heads")
-        if float(same.double().mean()) > 0.9:
-            raise WrongError("ranks drop the same weights of their rows")
+        for wrong, why in (
+            (abs(found - share) > 0.08, f"dropout={1 - share:g} kept {found:.0%} of the weights"),
+            (bool((kept[..., 0] == kept[:, :1, :, 0]).all()), "dropout is the same in all heads"),
+            (float(same.double().mean()) > 0.9, "ranks drop the same weights of their rows"),
+            (any(torch.equal(kept, old) for old in self.kept), "two calls drop the same weights"),
+        ):
+            if wrong:
+                raise WrongError(why)
         self.kept.append(kept)
-        if len(self.kept) > 1 and torch.equal(*self.kept[-2:]):
-            raise WrongError("two calls drop the same weights")
         return kept.double() / share
 
     def gather(self, x: Tensor, rows: Tensor, tokens: int) -> Tensor:

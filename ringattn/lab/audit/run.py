@@ -94,11 +94,6 @@ class Finding:
         return self.verdict.verdict in FAILURES
 
     @property
-    def mended(self) -> bool:
-        """Whether a feature that is known to fail is right now; one that is not offered is not."""
-        return self.verdict.verdict in ("exact", "rounded")
-
-    @property
     def stacks(self) -> list[str]:
         """What each rank does in a hang."""
         hangs = self.verdict.verdict == "hang"
@@ -147,7 +142,7 @@ def audit(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _, number, part in (one for case in cases if model is None for one in case.split(ranks)):
-        for call in range(part.different):
+        for call in range(min(part.calls, kit.DISTINCT)):
             part.pose(call, number)  # once, for all ranks
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:

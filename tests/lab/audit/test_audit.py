@@ -85,10 +85,10 @@ def test_what_is_right_is_said_to_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-def test_recurrent_layers_are_targets(tmp_path: Path) -> None:
-    """`decay` without a default: no softmax in any case, and no case without a causal mask."""
-    features = ["dense", "causal", "grouped heads", "bfloat16"]
-    for name, told in (("recur", ["exact"] * 3), ("forget", ["wrong"] * 3)):
+def test_recurrent_layers_and_convolutions_are_targets(tmp_path: Path) -> None:
+    """`decay` or `taps` without a default: no softmax in any case, and no case without a causal mask."""
+    features, right, wrong = ["dense", "causal", "grouped heads", "bfloat16"], ["exact"] * 3, ["wrong"] * 3
+    for name, told in (("recur", right), ("forget", wrong), ("convolve", right), ("without_halo", wrong)):
         cases = check(f"faulty_rings:{name}", RANKS, choose_cases(RANKS, features))
         run_local(work, RANKS, f"faulty_rings:{name}", cases, 20.0, None, partial(save, tmp_path / name), threads=1)
         found = [one.verdict for one in read(tmp_path / name)[0]]
@@ -173,6 +173,7 @@ def test_faults_of_parallelized_models_are_found_and_nothing_else(tmp_path: Path
     faults["with_half_a_gradient"] = "bfloat16"
     right = [*faults.values(), "uneven length"]
     features: dict[str, list[str] | None] = {"ringattn": right, "faulty_rings:run_model": right}
+    features["faulty_rings:sharded"] = ["uneven length"]
     features |= {f"faulty_rings:{name}": [feature, "uneven length"] for name, feature in faults.items()}
     for name, findings in find_all(features, 2, tmp_path, MODEL).items():
         found = {one.case.feature: one for one in findings}
