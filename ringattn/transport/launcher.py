@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TAIL = 30
 #: Exit statuses, as a shell reports them, after SIGTERM and after SIGPIPE (the reader of standard output has gone).
 TERMINATED, UNREAD = 143, 141
+#: Seconds until a signal that a finalizer swallowed is sent again.
+AGAIN = 0.05
 #: Seconds in which new ranks must connect, even if the timeout of messages is shorter: they first import torch.
 MEETING = 60.0
 #: Seconds in which ranks must end by themselves after one has failed.
@@ -233,9 +235,24 @@ def handling(handlers: Mapping[int, tuple[Any, Any]]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def terminable() -> AbstractContextManager[None]:
+@contextmanager
+def terminable() -> Iterator[None]:
     """Let SIGTERM raise SystemExit in the block, so that the block can clean up, unless SIGTERM has another handler."""
-    return handling({signal.SIGTERM: (signal.SIG_DFL, lambda number, frame: sys.exit(TERMINATED))})
+    before = sys.unraisablehook
+
+    def send_again(lost: Any) -> None:
+        """Where a finalizer, or a callback of a weak reference, swallowed the exit, send the signal once more."""
+        if isinstance(lost.exc_value, SystemExit) and lost.exc_value.code == TERMINATED:
+            threading.Timer(AGAIN, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            before(lost)
+
+    sys.unraisablehook = send_again
+    try:
+        with handling({signal.SIGTERM: (signal.SIG_DFL, lambda number, frame: sys.exit(TERMINATED))}):
+            yield
+    finally:
+        sys.unraisablehook = before
 
 
 def drop_output() -> None:

@@ -14,7 +14,7 @@ from command_line import Inside, ringattn, room, started
 
 from ringattn.errors import InvalidInput, LaunchFailure
 from ringattn.files import write_text, writing
-from ringattn.transport.launcher import run_local
+from ringattn.transport.launcher import TERMINATED, run_local, terminable
 
 SMALL = ("tokens=64", "heads=2", "head_dim=16", "repeat=1", "threads=1", "input=random")
 
@@ -131,4 +131,21 @@ def test_the_blamed_ranks_status_is_told() -> None:
     with pytest.raises(LaunchFailure) as caught:
         run_local(_exit, 1, 7, timeout=60)
     assert caught.value.status == 7
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_exit_that_a_finalizer_swallows_comes_again() -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)
+
+    def die() -> None:
+        dying = Dying()
+        del dying
+        time.sleep(30)
+
+    with pytest.raises(SystemExit) as end, terminable():
+        die()
+    assert end.value.code == TERMINATED
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
