@@ -1,10 +1,16 @@
 """Other libraries as targets of `ringattn audit`: in this folder, `ringattn audit audit_peers:torch_ring`.
 
-Each function needs the library that its first line names. docs/audit.md has what was found.
+Each function needs the library that its first line names. docs/audit.md has what was found: the table that
+`python audit_peers.py FOLDER` prints, which keeps the record of each library in the folder.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +27,8 @@ def ring_flash_attn(
     """ring-flash-attention (zhuzilin): its ring of contiguous shards; on CPUs over a stand-in for its CUDA kernel."""
     from ringattn.lab.bench.suites.peers import import_ring_flash_attn
 
+    if window is not None and not q.is_cuda:  # the stand-in's windows have no grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     window_size = (-1, -1) if window is None else (window, 0)
     options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softmax_scale": scale, "group": group}
     rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -180,6 +188,7 @@ def accelerate(model: Any, batch: dict[str, Tensor], *, group: Any) -> Tensor:
     from accelerate.utils import ParallelismConfig
 
     accelerator: Any = Accelerator(
+        cpu=not torch.cuda.is_available(),
         parallelism_config=ParallelismConfig(cp_size=dist.get_world_size(group)),
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap"),
     )
@@ -242,3 +251,32 @@ for of_zigzag in (torch_balanced, accelerate, transformer_engine):
     of_zigzag.layout = "zigzag"  # type: ignore[attr-defined]
 for of_16_bits in (ring_flash_attn, transformer_engine):  # their kernels take no others
     of_16_bits.dtype = "bfloat16"  # type: ignore[attr-defined]
+
+#: Libraries in the table of docs/audit.md: by function, the distribution.
+TABLE = {
+    "ringattn": "ringattn", "ring_flash_attn": "ring-flash-attn", "ring_attention_pytorch": "ring-attention-pytorch",
+    "torch_ring": "torch", "torch_balanced": "torch", "yunchang": "yunchang", "deepspeed_ulysses": "deepspeed",
+    "torchtitan": "torchtitan",
+}  # fmt: skip
+
+
+def write_table(folder: str) -> None:
+    """Audit each library, unless its record is in the folder, and print the table of docs/audit.md."""
+    columns = {}
+    for name, distribution in TABLE.items():
+        path, target = Path(folder, f"{name}.json"), name if name == "ringattn" else f"audit_peers:{name}"
+        if not path.exists():
+            command = ["ringattn", "audit", target, "ranks=2", f"output.path={path}"]
+            subprocess.run(command, check=False, stdout=sys.stderr)  # status 1 if anything is wrong
+        features = json.loads(path.read_text())["features"]
+        columns[f"{name} {version(distribution)}"] = {one["feature"]: one["verdict"] for one in features}
+    print("| feature |", *(f"{head} |" for head in columns))
+    print("|---|", *("---|" for _ in columns), sep="")
+    for feature in columns[next(iter(columns))]:
+        cells = [column.get(feature, {"verdict": "not tried"}) for column in columns.values()]
+        told = (f"wrong ({one['tensor']})" if one["verdict"] == "wrong" else one["verdict"] for one in cells)
+        print(f"| {feature} |", *(f"{one} |" for one in told))
+
+
+if __name__ == "__main__":
+    write_table(sys.argv[1])

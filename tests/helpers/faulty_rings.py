@@ -49,6 +49,7 @@ class _Gather(torch.autograd.Function):
 
 
 _kept: dict[torch.Size, list[Tensor]] = {}
+_documents: dict[int, tuple[int, ...]] = {}
 _leaked: list[Tensor] = []
 _calls = count()
 
@@ -68,6 +69,12 @@ def attend(
     dist.all_gather_object(sizes, (rows, q.dtype), group=group)
     if len({*sizes}) > 1 or k.shape[2] != rows:
         raise ValueError("shards must have equal lengths and dtypes; pad the sequence")
+    if fault == "dense strides" and q.stride(3) == 1:
+        q = q.as_strided(q.shape, torch.empty_like(q, memory_format=torch.contiguous_format).stride())
+    if fault == "mask of an earlier call" and documents:
+        documents = _documents.setdefault(rows, documents)
+    if fault == "gradients in one buffer":
+        k, v = _Change.apply(k, v, _keep)
     if fault == "gradients exchanged":
         k, v = _Change.apply(k, v, lambda dk, dv: (dv, dk))
     if fault == "half a gradient" and rank == 1:
@@ -101,7 +108,7 @@ def attend(
     if padding_mask is not None and fault != "padding attended":
         gathered = [torch.empty_like(padding_mask) for _ in range(ranks)]
         dist.all_gather(gathered, padding_mask.contiguous(), group=group)
-        seen = seen & ~torch.cat(gathered, 1)[:, None, None]
+        seen = seen & ~torch.cat(gathered, 1)[: 1 if fault == "padding of one row" else None, None, None]
     if fault == "hop skipped":
         seen &= place // rows != (rank - 2) % ranks
     share = heads // k.shape[1]
@@ -118,10 +125,17 @@ def attend(
     if fault == "race" and rank and torch.rand(()) < 0.02:
         weights = weights * 1.001
     if dropout:
-        source = torch.Generator().manual_seed(99 * next(_calls) + (0 if fault == "dropout differs" else rank))
+        call = 0 if fault == "dropout repeated" else next(_calls)
+        source = torch.Generator().manual_seed(99 * call + (0 if fault == "dropout differs" else rank))
         keep = torch.rand(weights.shape, generator=source) >= dropout
         weights = weights * keep / (1 - dropout)
     return weights @ values
+
+
+def _keep(dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients, in buffers of their shape that the next call overwrites."""
+    into = _kept.setdefault(dk.shape, [torch.empty_like(dk), torch.empty_like(dv)])
+    return into[0].copy_(dk).view_as(dk), into[1].copy_(dv).view_as(dv)
 
 
 def _by_blocks(scores: Tensor, values: Tensor, rows: int, fault: str) -> Tensor:
@@ -157,6 +171,11 @@ FAULTS = {
     "wrong head group": "grouped heads",
     "sum of softmaxes": "causal",
     "token not kept": "a cache with decode steps",
+    "dense strides": "strided inputs",
+    "mask of an earlier call": "documents",
+    "gradients in one buffer": "causal",
+    "padding of one row": "padding on the right",
+    "dropout repeated": "dropout",
 }
 
 
@@ -189,6 +208,21 @@ def hanging(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False
     if causal and dist.get_rank(group) == 0:
         raise NotImplementedError("no causal mask here")
     return attend(q, k, v, group=group, causal=causal)
+
+
+def leaving(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False, window: int = 0) -> Tensor:
+    """With windows, crashes after it has sent what no rank receives; each call sends the number of its mask."""
+    mark, got, (rank, ranks) = (
+        torch.tensor([window, causal]),
+        torch.zeros(2),
+        (dist.get_rank(group), dist.get_world_size(group)),
+    )
+    sent = dist.isend(mark.float(), (rank + 1) % ranks, group)
+    if window:
+        raise RuntimeError("out of memory")
+    dist.recv(got, (rank - 1) % ranks, group)
+    sent.wait()
+    return attend(q, k, v, group=group, causal=causal, window=int(got[0]) or None)
 
 
 def deaf(q: Tensor, k: Tensor, v: Tensor, *, group: Any, causal: bool = False) -> Tensor:

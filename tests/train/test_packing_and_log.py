@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringattn import InvalidInput
-from ringattn.train import Log, pack, shard
+from ringattn.train import Log, pack, shard, start
 
 DOCUMENTS = ["first", [7, 8, 9], "", torch.arange(20), "x"]
 LENGTHS = (5, 3, 20, 1)
@@ -37,6 +38,31 @@ def test_documents_follow_each_other_and_borders_have_no_label() -> None:
 def test_a_path_is_the_text_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first")
     assert rows(next(pack([tmp_path / "a.txt", [7]], 6))) == rows(next(pack(["first", [7]], 6)))
+
+
+def test_a_process_without_torchrun_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of mpirun are refused; where there are GPUs, ranks take theirs in turn."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert start() == torch.device("cpu")
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        chosen: list[torch.device] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 11), ("LOCAL_WORLD_SIZE", 16)):
+            monkeypatch.setenv(name, str(value))
+        assert [start()] == chosen == [torch.device("cuda", 3)]
+    finally:
+        dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(InvalidInput, match="use torchrun"):
+        start()
 
 
 def test_what_has_no_layers_is_not_sharded() -> None:

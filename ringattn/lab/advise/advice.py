@@ -121,6 +121,7 @@ class Advice:
         layouts = [
             f"Layout: with {name} a step takes {duration(step.seconds)}, as {step.unequal}."
             for name, step in self.layouts.items()
+            if step.seconds > self.best[0].step.seconds * (1 + EQUAL)
         ]
         return [*self._kernel_change(), *layouts, *length, self._memory_change(), *self._price_changes()]
 
@@ -171,9 +172,12 @@ class Advice:
         if best.offer.price is not None:
             second, machine = best.step.gpus * best.offer.price / SECONDS_PER_HOUR, best.offer.machine
             own = best.offer.price == machine.price and machine.source("price") == "assumed"
+            costs = {name: share * best.cost for name, share in shares(best).items() if share >= WORTH}
+            parts = ", ".join(f"{name} for {digits(cost)}" for name, cost in costs.items())
             yield (
                 f"Price: at {digits(best.offer.price)} {CURRENCY} for an hour of a GPU{' [assumed]' * own}, a second "
-                f"on all GPUs costs {digits(second)}, and a step {digits(second * best.step.seconds)} {CURRENCY}."
+                f"on all GPUs costs {digits(second)}, and a step {digits(second * best.step.seconds)} {CURRENCY}; of "
+                f"{digits(best.cost)} {CURRENCY} for 1e9 tokens, {parts}."
             )
         by_offer = {one.offer.name: one for one in sorted(self.all, key=lambda one: one.cost, reverse=True)}
         first, *dearer = sorted(by_offer.values(), key=lambda one: one.cost)
@@ -314,22 +318,27 @@ def span(candidate: TrainingCandidate) -> tuple[float, float]:
     return per_token * low, per_token * high
 
 
-def explain(candidate: TrainingCandidate) -> str:
-    """What limits the speed of a candidate, as text: the shares of the time of its step, and its memory."""
+def shares(candidate: TrainingCandidate) -> dict[str, float]:
+    """The shares of a step by what takes the time, largest first."""
     parts, seconds = candidate.step.parts, candidate.step.seconds
     attention = sum(parts[name] for name in ATTENTION_PARTS)
     traffic, bubble = sum(parts[name] for name in TRAFFIC), parts["bubble"]
     optimiser = "optimiser on the host" if candidate.parallel.trains_on_host else "optimiser"
     least = min(candidate.least_attention, attention)
-    shares = {
-        "attention computes": least / seconds,
-        "attention waits, merges and starts": (attention - least) / seconds,
-        "products and norms": (seconds - attention - traffic - bubble - parts["optimiser"]) / seconds,
-        optimiser: parts["optimiser"] / seconds,
-        f"exposed traffic of {', '.join(TRAFFIC)}": traffic / seconds,
-        "bubble of the pipeline": bubble / seconds,
+    found = {
+        "attention computes": least,
+        "attention waits, merges and starts": attention - least,
+        "products and norms": seconds - attention - traffic - bubble - parts["optimiser"],
+        optimiser: parts["optimiser"],
+        f"exposed traffic of {', '.join(TRAFFIC)}": traffic,
+        "bubble of the pipeline": bubble,
     }
-    (largest, most), *others = sorted(shares.items(), key=lambda one: -one[1])
+    return {name: part / seconds for name, part in sorted(found.items(), key=lambda one: -one[1])}
+
+
+def explain(candidate: TrainingCandidate) -> str:
+    """What limits the speed of a candidate, as text: the shares of the time of its step, and its memory."""
+    (largest, most), *others = shares(candidate).items()
     words = f"{candidate.step.unequal}; " if candidate.step.unequal else ""
     words += f"bound by: {largest} {most:.1%} of the step; "
     words += ", ".join(f"{name} {share:.1%}" for name, share in others if share >= 0.001)

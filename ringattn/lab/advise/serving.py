@@ -128,7 +128,9 @@ class Serving:
             return [(f"{engine.name}: no server without cp on one host fits", "") for engine in ENGINES if gpus]
         split = max(self.best[gpus].parallel.cp, one.parallel.tp // question.model.kv_heads) > 1
         each = f", by this command for each of {one.parallel.dp} groups" if one.parallel.dp > one.parallel.ep else ""
-        words, found = f"{name_spread(one)}: {duration(one.seconds)} [modelled]{each}", list[tuple[str, str]]()
+        within, found = question.within or one.seconds, list[tuple[str, str]]()
+        late = f", {one.seconds / within:.3g} times the limit" if one.seconds > within else ""
+        words = f"{name_spread(one)}: {duration(one.seconds)} [modelled]{late}{each}"
         for engine in ENGINES:
             line = command(engine, question.model, question.tokens, one.parallel)
             said = words if line else "no option for these products in 8 bits"

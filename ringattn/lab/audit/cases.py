@@ -41,7 +41,7 @@ def list_cases(ranks: int) -> Iterator[Case]:
         "all of these at once": {"batch": 2, "heads": 4, "ways": ("offered",), **causal(**together)},
         "large logits": {"ways": ("large",), "calls": 3},
         "a component that all keys share": {"ways": ("shared",)},
-        "several tiles": {"tokens": TILES * ranks, "heads": 1, "kv_heads": 1, "calls": 1},
+        "several tiles": {"tokens": TILES * ranks, "calls": 1},
         "grouped heads": {"heads": 4},
         "one key/value head": {"heads": 3, "kv_heads": 1},
         "batch of 3": {"batch": 3},
@@ -85,7 +85,6 @@ def list_model_cases(ranks: int) -> Iterator[Case]:
         "bfloat16": {"dtype": "bfloat16"},
         "checkpointing": {"ways": ("checkpoint",)},
         "a second call": {"ways": ("again",)},
-        "same bits": {"tokens": 192, "heads": 4, "ways": ("bits",), "calls": 1},  # 192: for 1 to 4 ranks
         "ranks that differ": {"ways": ("differ",)},
     }
     for feature, changes in features.items():

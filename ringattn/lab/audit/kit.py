@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -16,9 +17,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from math import inf
+from math import inf, nan
 from threading import RLock
-from time import monotonic
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ Answer = tuple[Tensor, tuple[float, float], float]
 VERDICTS = ("exact", "not offered", "refused", "rounded", "too slow", "crash", "hang", "wrong")
 FAILURES = ("wrong", "hang", "crash", "too slow")
 #: A result may be this many times as wrong as one of a kernel on one device that accumulates in fp32, and at least this
-#: many rounding errors. In 16 bits the rounding of the result itself is most of that, so that less is needed.
-TIMES, TIMES_16, ROUNDING, ROUNDING_16 = 8.0, 4.0, 32.0, 0.5
+#: many rounding errors. In 16 bits the rounding of the result is most of that, so that less is needed; ranks may round
+#: what they add.
+TIMES, TIMES_16, ROUNDING, ROUNDING_16 = 8.0, 4.0, 32.0, 1.0
 #: The fewest entries of a tensor whose mean error is known well enough to judge.
 ENOUGH = 256
 #: Different problems of a case that calls more often; and the calls after which no call may keep another tensor.
@@ -77,11 +78,20 @@ class Case:
     value_dim: int = 0
     groups: tuple[tuple[int, ...], ...] = ()
 
+    def keywords(self, rows: Tensor, cache: Any = None) -> dict[str, Any]:
+        """The keyword arguments that this case passes to the audited function."""
+        given = {name: value for name, value in self.mask.items() if name not in ("padding", "left")}
+        if len(given) < len(self.mask):
+            given["padding_mask"] = ~self.is_real(rows)
+        if "sink_logits" in given:
+            given["sink_logits"] = torch.linspace(-1.0, 1.0, self.heads, device="cpu")
+        options = (("lse", "return_lse", True), ("cache", "cache", cache))
+        return given | {name: value for way, name, value in options if way in self.ways}
+
     @property
-    def needs(self) -> set[str]:
-        """The names of the keyword arguments that this case passes to the audited function."""
-        needed = {"padding_mask" if name in ("left", "padding") else name for name in self.mask}
-        return needed | {name for way, name in (("lse", "return_lse"), ("cache", "cache")) if way in self.ways}
+    def ruler(self) -> torch.dtype:
+        """The dtype that tolerances are for: in fp64, of which the exact result is, that of a call in fp32."""
+        return torch.float32 if self.dtype == "float64" else getattr(torch, self.dtype)
 
     @property
     def different(self) -> int:
@@ -251,8 +261,7 @@ def solve(
     if "decay" in mask or "taps" in mask:
         place = torch.arange(case.tokens, device="cpu")
         distance = (place[:, None] - place).clamp(min=0)
-        by = [mask["decay"] ** i if "decay" in mask else 0.0 for i in range(case.tokens)]
-        by[: len(mask.get("taps", ()))] = mask.get("taps", ())
+        by = [mask["decay"] ** i for i in place] if "decay" in mask else [*mask["taps"], *[0.0] * case.tokens]
         factors = torch.tensor(by, dtype=q.dtype, device="cpu")[distance] * seen
         weights = scores * factors if "decay" in mask else factors.expand_as(scores)
     used = rounded(weights * dropped)
@@ -277,22 +286,17 @@ def _pose(case: Case, call: int, group: int) -> tuple[Case, list[Tensor], dict[s
 
 
 def compare_dtypes(case: Case, inputs: Sequence[Tensor], keep: Tensor | None = None) -> dict[str, Answer]:
-    """By tensor: the exact one, the tolerance of a call in the dtype of `ruler`, and the scale of both."""
-    exact, alone, answer = solve(case, inputs, keep=keep), solve(case, inputs, ruler(case), keep), dict[str, Answer]()
+    """By tensor: the exact one, the tolerance of a call in the ruler's dtype, and the scale of both."""
+    exact, alone, answer = solve(case, inputs, keep=keep), solve(case, inputs, case.ruler, keep), dict[str, Answer]()
     padding = ~case.is_real(torch.arange(case.tokens, device="cpu"))[:, None]
+    exact["lse"].masked_fill_(padding, nan)  # what rows of padding return does not matter, as their cotangent is 0
+    exact["out"].masked_fill_(padding[..., None], nan)
     for name, right in exact.items():
-        if name in ("out", "lse"):  # what rows of padding return does not matter, as their cotangent is 0
-            for x in (right, alone[name]):
-                x.masked_fill_(padding if name == "lse" else padding[..., None], 0.0)
         scale = (float(_finite(right).abs().max()) if right.numel() else 0.0) or 1.0
-        kind = torch.float32 if name == "lse" else ruler(case)
-        answer[name] = right, find_tolerance(alone[name], right, kind, scale), scale
+        kind = torch.float32 if name == "lse" else case.ruler
+        times = TIMES if "large" in case.ways else 0.0  # few weights count, so that few roundings average out
+        answer[name] = right, find_tolerance(alone[name], right, kind, scale, times), scale
     return answer
-
-
-def ruler(case: Case) -> torch.dtype:
-    """The dtype that tolerances are for: the exact result has fp64 itself, whose calls may err as those in fp32 do."""
-    return torch.float32 if case.dtype == "float64" else getattr(torch, case.dtype)
 
 
 def find_tolerance(
@@ -318,15 +322,12 @@ def _mean(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def check(
-    name: str, ours: Tensor, exact: Tensor, allowed: tuple[float, float], rows: Tensor | None, scale: float,
-    ratio: float = 1.0,
-) -> Verdict:  # fmt: skip
-    """Compare one tensor with the exact one. `allowed` is from `find_tolerance`.
+def check(name: str, ours: Tensor, answer: Answer, rows: Tensor | None = None, ratio: float = 1.0) -> Verdict:
+    """Compare one tensor with the exact one, or `rows` of it along the third dim, by finite entries.
 
-    The verdict is "exact" for errors of `ratio` times what is allowed, "rounded" for larger ones, or "wrong". `rows`
-    are the positions along the third dim, with which the verdict names wrong rows.
+    The verdict is "exact" for errors of `ratio` times what is allowed, "rounded" for larger ones, or "wrong".
     """
+    exact, allowed, scale = answer[0] if rows is None else answer[0][:, :, rows], *answer[1:]
     away = (ours.double().cpu() - exact).abs().masked_fill(~exact.isfinite(), 0.0).nan_to_num(nan=inf, posinf=inf)
     error, mean = float(away.max()) / scale if away.numel() else 0.0, _mean(away) / scale
     for verdict, part in (("exact", ratio), ("rounded", 1.0)):
@@ -398,7 +399,7 @@ class Attempt:
 
     def __init__(self, target: Callable[..., Any], case: Case, device: torch.device, group: Any, number: int) -> None:
         self.target, self.case, self.device, self.group = target, case, device, group
-        self.dtype, self.takes = getattr(torch, case.dtype), accepts(target)
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
         rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.prompt, self.cache = case.tokens - (case.calls - 1 if "cache" in case.ways else 0), dict[Any, Any]()
         self.row_sets = [place_rows(target, self.prompt, i, self.ranks) for i in range(self.ranks)]
@@ -412,27 +413,18 @@ class Attempt:
         """The target in the group, perhaps compiled or in a checkpoint."""
 
         def attend(*qkv: Tensor, **given: Any) -> Any:
-            return self.target(*qkv, group=self.group, **given)
+            return self.target(*qkv, group=self.group, **promise, **given)
+
+        promise = {"same_bits": True} if "bits" in self.case.ways and "same_bits" in accepts(self.target) else {}
 
         if "compile" in self.case.ways:
             set_lock = getattr(vars(torch.hub)["tqdm"], "set_lock", None)
             if set_lock is not None:
                 set_lock(RLock())  # the default is a semaphore between processes, which would outlive this one
-            # By name, torch imports every backend there is; the partitioner of `aot_eager` imports all of Inductor.
-            from torch._dynamo.backends.debugging import aot_eager_default_partitioner
+            from torch._dynamo.backends.debugging import aot_eager  # by name, torch imports every backend there is
 
-            return torch.compile(attend, backend=aot_eager_default_partitioner)
+            return torch.compile(attend, backend=aot_eager)
         return partial(checkpoint, attend, use_reentrant=False) if "checkpoint" in self.case.ways else attend
-
-    def spell(self, case: Case) -> dict[str, Any]:
-        """The keyword arguments of a call."""
-        given = {name: value for name, value in case.mask.items() if name not in ("sink_logits", "padding", "left")}
-        if "padding_mask" in case.needs:
-            given["padding_mask"] = ~case.is_real(self.rows).to(self.device)
-        if case.mask.get("sink_logits"):
-            given["sink_logits"] = torch.linspace(-1.0, 1.0, case.heads, device="cpu").to(self.device)
-        options = {"return_lse": ("lse", True), "same_bits": ("bits", True), "cache": ("cache", self.cache)}
-        return given | {name: x for name, (way, x) in options.items() if way in self.case.ways and name in self.takes}
 
     def run(self) -> Verdict:
         """Make all calls of the case; returns the worst verdict. No rank leaves early, as others would wait for it."""
@@ -472,8 +464,10 @@ class Attempt:
         copies, grads_on = [x.clone() for x in passed], "no_grad" not in ways
         for i, x in enumerate(passed[:3]):
             x.requires_grad_(grads_on and not ("no_dk" in ways and i == 1))
+        given = self.case.at(number).keywords(self.rows, self.cache)
+        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in given.items()}
         with torch.set_grad_enabled(grads_on):
-            result = call(*passed[:3], **self.spell(case))
+            result = call(*passed[:3], **given)
         yield None
         if "differ" in ways:
             yield Verdict("wrong", "no rank raised an error, although rank 1 has another dtype", "out")
@@ -493,16 +487,18 @@ class Attempt:
         found |= self.differentiate({f"d{name}": x for name, x in zip("qkv", passed[:3], strict=True)}, ends)
         yield None
         named = zip(("q", "k", "v", "the gradient of out"), passed, copies, strict=False)
-        verdicts = [Verdict("wrong", f"{name} was changed", name) for name, x, old in named if not torch.equal(x, old)]
+        changed = [Verdict("wrong", f"{name} was changed", name) for name, x, old in named if not torch.equal(x, old)]
         first, verdict = self.known.get(number, ({}, None))
         if verdict is None or any(not torch.equal(x, first[name]) for name, x in found.items()):
             if case.mask.get("dropout"):
                 answers = compare_dtypes(case, self.problems[number][1], self.find_dropped(case, out))
             places = {name: key_rows if name in ("dk", "dv") else rows for name in found}
-            verdict = choose([self.check(case, name, x, places[name], *answers[name]) for name, x in found.items()])
+            part = torch.finfo(self.dtype).eps / torch.finfo(case.ruler).eps
+            parts = {name: 1.0 if name == "lse" else part for name in found}
+            verdict = choose([check(name, x, answers[name], places[name], parts[name]) for name, x in found.items()])
         if "cache" not in ways:
             self.known.setdefault(number, ({name: x.clone() for name, x in found.items()}, verdict))
-        yield choose([*verdicts, verdict])
+        yield choose([*changed, verdict])
 
     def differentiate(self, leaves: dict[str, Tensor], ends: dict[Tensor, Tensor]) -> dict[str, Tensor]:
         """The gradients of those leaves that need one, from results with their gradients, by one or two backwards."""
@@ -513,17 +509,6 @@ class Attempt:
                 given = [*ends], [*wanted.values()], [*ends.values()]
                 grads = torch.autograd.grad(*given, retain_graph=again, **unused)
         return dict(zip(wanted, grads, strict=True))
-
-    def check(
-        self, case: Case, name: str, ours: Tensor, rows: Tensor, exact: Tensor, allowed: tuple[float, float],
-        scale: float,
-    ) -> Verdict:  # fmt: skip
-        """The verdict on one tensor of this rank."""
-        if name in ("out", "lse"):
-            padding = ~case.is_real(rows).to(ours.device)[:, None]
-            ours = ours.masked_fill(padding if name == "lse" else padding[..., None], 0.0)
-        ratio = 1.0 if name == "lse" else torch.finfo(self.dtype).eps / torch.finfo(ruler(case)).eps
-        return check(name, ours, exact[:, :, rows], allowed, rows, scale, ratio)
 
     def find_dropped(self, case: Case, out: Tensor) -> Tensor:
         """1 / (1 - p) for each weight that dropout kept, [B, H, N, N]: the outputs of all ranks show them."""
@@ -573,29 +558,24 @@ def _compare_bits(trials: Sequence[Attempt], promised: bool) -> Verdict:
     return choose(verdicts)
 
 
-def run_script(prepare: Callable[..., Any], case: Case, ranks: int, backend: str, seconds: float = 600.0) -> None:
+def run_script(prepare: Callable[..., Any], case: Case, ranks: int, backend: str) -> None:
     """Try a case on new ranks, and end this process as `git bisect run` expects.
 
-    The status is 0 if the case is right, 1 if it is wrong, crashes or has no result in so many seconds, and 125 if the
-    target cannot be imported, or refuses the case. `prepare` imports it, and returns what compares, for (case, device).
+    The status is 0 if the case is right, 1 if it is wrong, crashes or has no result in 600 s, and 125 if the target
+    cannot be imported, or refuses the case. `prepare` imports it, and returns what compares, for (case, device).
     """
     sys.path.insert(0, os.getcwd())
     sys.dont_write_bytecode = True  # the next commit may have the same time and size
-    how, end = "fork" if backend == "gloo" and hasattr(os, "fork") else "spawn", monotonic() + seconds
+    how = "fork" if backend == "gloo" and hasattr(os, "fork") else "spawn"
     with tempfile.TemporaryDirectory() as folder:
-        given = (prepare, case, ranks, backend, f"file://{folder}/meeting")
-        context: Any = start_processes(_try, given, ranks, join=False, start_method=how)
         try:
-            while not context.join(1.0):
-                if monotonic() > end:
-                    raise ProcessExitedException("no result", 0, context.pids()[0], 1)
-        except ProcessExitedException as error:
-            for process in context.processes:
-                process.kill()
+            start_processes(_try, (prepare, case, ranks, backend, f"file://{folder}/meeting"), ranks, start_method=how)
+        except ProcessExitedException as error:  # of the first rank that ended with another status than 0
             sys.exit(125 if error.exit_code == 125 else 1)
 
 
 def _try(rank: int, prepare: Callable[..., Any], case: Case, ranks: int, backend: str, meeting: str) -> None:
+    signal.alarm(600)
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, nan
 from typing import Any, cast
 
 import torch
@@ -122,12 +122,12 @@ class Tested:
         scale = max(float(x.abs().max()) for x in exact[1:])
         pairs = zip(alone[1:], exact[1:], strict=True)
         allowed = max(find_tolerance(x, right, dtype, scale, TIMES)[0] for x, right in pairs), inf
-        largest, padding = float(exact[0].abs().max()), ~case.is_real(rows).to(device)[..., None]
-        shown, near = found[0].masked_fill(padding, 0.0)[:, None], exact[0][:, None]
+        padding, largest = ~case.is_real(torch.arange(case.tokens, device="cpu")), float(exact[0].abs().max())
         least = find_tolerance(alone[0], exact[0], dtype, largest, TIMES)
-        verdicts = [check("logits", shown, near[:, :, rows], least, rows, largest)]
+        near = exact[0].masked_fill(padding[..., None], nan)[:, None], least, largest
+        verdicts = [check("logits", found[0][:, None], near, rows)]
         for name, mine, right in zip(_trained(model), found[1:], exact[1:], strict=True):
-            verdicts.append(check(f"the gradient of {name}", mine, right, allowed, None, scale))
+            verdicts.append(check(f"the gradient of {name}", mine, (right, allowed, scale)))
         return choose(verdicts)
 
 

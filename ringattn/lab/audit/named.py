@@ -98,8 +98,7 @@ def check(name: str, ranks: int, cases: Sequence[Case], model: str | None = None
         if value not in known and not (key == "layout" and callable(value)):
             hint = did_you_mean(str(value), known)
             raise InvalidInput(f"target={name}: {key}={value!r}: {hint}expected one of {', '.join(known)}")
-    sizes = {(case.tokens * len(x) // ranks, len(x)) for case in cases for x in case.groups or (range(ranks),)}
-    for tokens, many in sizes:
+    for tokens, many in {(part.tokens, len(members)) for case in cases for members, _, part in case.split(ranks)}:
         try:
             rows = torch.cat([place_rows(target, tokens, rank, many) for rank in range(many)]).tolist()
         except ERRORS as error:
@@ -113,16 +112,13 @@ def check(name: str, ranks: int, cases: Sequence[Case], model: str | None = None
                 Tested(make).forward(cases[0], torch.float32)
         except ERRORS as error:
             raise InvalidInput(f"model={model}: one process cannot run it: {first_words(error)}") from None
-    dtype, takes = getattr(target, "dtype", DTYPES[0]), accepts(target)
-    cases = [
-        replace(case, mask={name: x for name, x in case.mask.items() if name in takes})
-        if "offered" in case.ways
-        else case
-        for case in cases
-    ]
-    cases = [replace(case, dtype=dtype) if case.dtype == DTYPES[0] else case for case in cases]
+    dtype, takes, tried = getattr(target, "dtype", DTYPES[0]), accepts(target), list[Case]()
     more = {name: x for name, x in (("decay", 0.9), ("taps", (0.5, -1.0, 2.0, 0.25))) if takes.get(name)}
-    return [replace(one, mask={**one.mask, **more}) if "causal" in one.mask else one for one in cases]
+    for case in cases:
+        mask = {name: x for name, x in case.mask.items() if name in takes or "offered" not in case.ways}
+        mask |= more if "causal" in mask else {}
+        tried.append(replace(case, mask=mask, dtype=dtype if case.dtype == DTYPES[0] else case.dtype))
+    return tried
 
 
 def read_known(path: str | None) -> set[str]:

@@ -33,6 +33,8 @@ def attend(
         return cache["kept"].prefill(0, q, k, v)
     options: dict[str, Any] = {"softcap": softcap, "scale": scale, "dropout": dropout, "return_lse": return_lse}
     options["reproducible"] = 16 if same_bits else None
+    if k.shape[2] != q.shape[2]:
+        options["q_layout"] = "rows"
     return ra.ring_attention(
         q, k, v, pattern, layout="rows", group=group, key_padding_mask=padding_mask, sinks=sink_logits, **options
     )

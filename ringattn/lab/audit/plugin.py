@@ -30,21 +30,16 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add a test for each feature, before -k takes some out."""
     if target := config.getoption("--ringattn-audit"):
-        from .run import choose_cases
+        from .run import audit, choose_cases
 
-        found, kept = find(session), dict[str, Any]()
-        for case in choose_cases(config.getoption("--ringattn-audit-ranks"), None):
+        def find() -> Iterator[Any]:  # audits the features that were chosen, from the first that is asked for
+            chosen = [one.name for one in session.items if isinstance(one, Feature)]
+            yield from audit(target, ranks, choose_cases(ranks, chosen), 20.0)
+
+        ranks, found, kept = config.getoption("--ringattn-audit-ranks"), find(), dict[str, Any]()
+        for case in choose_cases(ranks, None):
             place = f"{target}::{case.feature}"
             items.append(Feature.from_parent(session, name=case.feature, nodeid=place, found=found, kept=kept))
-
-
-def find(session: pytest.Session) -> Iterator[Any]:
-    """Audit the features that were chosen, in order, from the first that is asked for."""
-    from .run import audit, choose_cases
-
-    target, ranks = map(session.config.getoption, ("--ringattn-audit", "--ringattn-audit-ranks"))
-    chosen = [one.name for one in session.items if isinstance(one, Feature)]
-    yield from audit(target, ranks, choose_cases(ranks, chosen), 20.0)
 
 
 class Feature(pytest.Item):

@@ -96,7 +96,7 @@ class Finding:
     @property
     def mended(self) -> bool:
         """Whether a feature that is known to fail is right now; one that is not offered is not."""
-        return not self.failed and self.verdict.verdict not in ("refused", "not offered")
+        return self.verdict.verdict in ("exact", "rounded")
 
     @property
     def stacks(self) -> list[str]:
@@ -120,8 +120,7 @@ class Finding:
     def save_script(self, folder: str, *given: Any) -> None:
         """Write the script to the folder, which is made, by the name of the feature. Raises InvalidInput."""
         make_folder(Path(folder))
-        name = re.sub(r"\W+", "_", self.case.feature)
-        write_text(Path(folder, f"{name}.py"), self.write_script(*given))
+        write_text(Path(folder, re.sub(r"\W+", "_", self.case.feature) + ".py"), self.write_script(*given))
 
 
 def choose_cases(ranks: int, features: Sequence[str] | None, model: str | None = None) -> list[Case]:
@@ -140,8 +139,9 @@ def audit(
     """Audit a function on new Gloo ranks of this machine; yields a Finding for each case, in order.
 
     A case hangs if each rank without a result has had `patience` seconds: of the CPU while it computes, by the clock
-    while it waits, none while it imports or compiles. The remaining cases then run on new ranks, unless two in a row
-    hang, or one is too slow to tell. If interrupted, yields the findings so far, and then raises the interruption.
+    while it waits, none while it imports or compiles. After a hang or a crash, whose messages may still arrive, the
+    remaining cases run on new ranks, unless two in a row hang, or one is too slow to tell. If interrupted, yields the
+    findings so far, and then raises the interruption.
     """
     cases = check(target, ranks, cases, model)
     threads = torch.get_num_threads()
@@ -157,10 +157,10 @@ def audit(
             limit, failure = len(cases) * SLOW * patience + 600.0, None
             needed = [__name__, "torch.fx.experimental.symbolic_shapes"]
             if any("compile" in case.ways for case in cases):
-                needed += ["torch._dynamo.backends.debugging", "torch._inductor.debug"]
+                needed += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
             given = (target, cases, patience, model, partial(save, path))
             try:
-                run_local(work, ranks, *given, timeout=limit, threads=1, warm=needed)
+                run_local(work, ranks, *given, True, timeout=limit, threads=1, warm=needed)
             except (LaunchFailure, KeyboardInterrupt, SystemExit) as error:
                 failure = error
             found, begun = read(path)
@@ -227,8 +227,7 @@ class _Rank:
         the seconds that it has had.
         """
         call = self.prepare(case)
-        self.store.set(f"{number}/{self.rank}", msgpack.encode(Verdict("hang")))
-        self.wait([f"{number}/{rank}" for rank in range(self.ranks)], inf)
+        self.meet(number, msgpack.encode(Verdict("hang")))
         done, look = threading.Event(), partial(self.look, case, number, monotonic() + SLOW * self.patience)
         watcher = threading.Thread(target=self.watch, args=(number, look, done, threading.get_ident()), daemon=True)
         watcher.start()
@@ -280,18 +279,19 @@ class _Rank:
             if "." not in number:  # a smaller case that hangs is no case that is wrong
                 self.report(case.feature, Finding(case, case, verdicts))
             self.report(None)
-            sleep(LINGER)  # a launcher ends all ranks with the first
         except RingAttentionError as error:
             sys.stderr.write(f"ringattn: {error}\n")
         finally:
             if failure := sys.exc_info()[1]:
                 traceback.print_exception(failure)
             sys.stderr.flush()
+            sleep(LINGER)  # a launcher ends all ranks with the first
             os._exit(STUCK)
 
-    def wait(self, keys: list[str], seconds: float) -> None:
-        """Wait up to `seconds` until the store has all `keys`. Unlike store.wait, this lets signals interrupt."""
-        end = monotonic() + seconds
+    def meet(self, name: str, value: bytes | str, seconds: float = inf) -> None:
+        """Store a value, and wait for those of all ranks. Unlike store.wait, this lets signals interrupt."""
+        self.store.set(f"{name}/{self.rank}", value)
+        keys, end = [f"{name}/{rank}" for rank in range(self.ranks)], monotonic() + seconds
         while not self.store.check(keys) and monotonic() < end:
             sleep(0.005)
 
@@ -300,11 +300,9 @@ class _Rank:
         self.report(case.feature)
         if self.rank == 0:
             progress_stream().write(f"audit: {case.feature}\n")
-        takes = accepts(self.target)
-        lacks = [] if self.is_model else [f"no argument {name}" for name in case.needs - takes.keys()]
-        lacks += [
-            f"always {name}" for name in ("causal", "decay", "taps") if takes.get(name) and name not in case.needs
-        ]
+        takes, given = accepts(self.target), case.keywords(torch.arange(0, device="cpu"))
+        lacks = [] if self.is_model else [f"no argument {name}" for name in given.keys() - takes.keys()]
+        lacks += [f"always {name}" for name in ("causal", "decay", "taps") if takes.get(name) and name not in given]
         if lacks:
             missing = Verdict("not offered", ", ".join(sorted(lacks)))
             return self.report(case.feature, Finding(case, case, [missing] * self.ranks))
@@ -321,22 +319,24 @@ class _Rank:
 
 
 def work(
-    rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None, report: Callable[..., None]
-) -> None:
+    rank: int, name: str, cases: Sequence[Case], patience: float, model: str | None, report: Callable[..., None],
+    renewed: bool = False,
+) -> None:  # fmt: skip
     """Run the cases of an audit on this rank. Collective.
 
     Rank 0 calls `report` whenever it begins a feature or has a finding, and at the end, even if ranks hang or end
-    early.
+    early. With `renewed`, for ranks that are replaced, a crash before the last case ends this process.
     """
     one = _Rank(rank, name, patience, model, report)
     try:
         with terminable():
             for number, case in enumerate(cases):
                 one.try_case(case, number)
+                if renewed and one.findings[case.feature].verdict.verdict == "crash" and case is not cases[-1]:
+                    sys.exit(STUCK)
     finally:
         one.report(None)
-    one.store.set(f"end/{rank}", "")  # ranks leave together, as one may have the store
-    one.wait([f"end/{i}" for i in range(one.ranks)], 2 * patience)
+    one.meet("end", "", 2 * patience)  # ranks leave together, as one may have the store
 
 
 def _find_wrong(verdicts: Sequence[Verdict]) -> str:

@@ -69,32 +69,22 @@ def _report(config: AuditConfig, model: str | None, ranks: int, findings: list[F
     """Print the findings, and write them to files."""
     given = (config.target, model, dist.get_backend() if dist.is_initialized() else "gloo")
     if config.output.path is not None:
-        record = {
-            "format": FORMAT,
-            "target": config.target,
-            "model": model,
-            "ranks": ranks,
-            "versions": {"torch": torch.__version__, "ringattn": __version__},
-            "features": [_record(one, *given) for one in findings],
-        }
-        write_json(config.output.path, record)
+        versions = {"torch": torch.__version__, "ringattn": __version__}
+        record = {"format": FORMAT, "target": config.target, "model": model, "ranks": ranks, "versions": versions}
+        write_json(config.output.path, {**record, "features": [_record(one, *given) for one in findings]})
     if config.output.path != STDOUT:
-        _print(config, model, ranks, findings)
+        audited = config.target if model is None else f"{model} by {config.target}"
+        print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
+        for one in findings:
+            verdict, _, why = one.verdict.told.partition(": ")
+            where = f"rank {one.rank}: " if verdict == "wrong" else ""
+            lines = [f"{one.case.feature:<32} {verdict:<11} {where}{why}".rstrip()]
+            for line in lines + [f"  smallest: {one.smallest}"] * one.failed:
+                get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        sys.stdout.flush()
     for one in findings:
         if one.failed and config.output.scripts is not None:
             one.save_script(config.output.scripts, *given)
-
-
-def _print(config: AuditConfig, model: str | None, ranks: int, findings: list[Finding]) -> None:
-    audited = config.target if model is None else f"{model} by {config.target}"
-    print_paragraph(f"audit of {audited} on {plural(ranks, 'rank')}")
-    for one in findings:
-        verdict, _, why = one.verdict.told.partition(": ")
-        where = f"rank {one.rank}: " if verdict == "wrong" else ""
-        lines = [f"{one.case.feature:<24} {verdict:<11} {where}{why}".rstrip()]
-        for line in lines + [f"  smallest: {one.smallest}"] * one.failed:
-            get_console().print(line, markup=False, highlight=False, soft_wrap=True)
-    sys.stdout.flush()
 
 
 def _record(one: Finding, *given: Any) -> dict[str, Any]:

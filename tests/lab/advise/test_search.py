@@ -19,6 +19,7 @@ from ringattn.lab.advise import torchtitan
 from ringattn.lab.advise.advice import LENGTHS, advise, nearest_miss, record, span
 from ringattn.lab.advise.search import Offer, Question, least_attention_of_layers, list_spreads, search
 from ringattn.lab.models.config import ModelConfig, load_model
+from ringattn.lab.models.packing import Lognormal
 from ringattn.lab.models.parallel import Parallel, Software
 from ringattn.lab.models.training import ATTENTION_PARTS, StepEstimate, training_step
 from ringattn.machine.bands import step_band
@@ -263,3 +264,26 @@ def test_the_bound_of_a_candidate_is_cheap() -> None:
     finally:
         sys.setprofile(None)
     assert calls < 800 * len(one), f"{calls / len(one):.0f} calls a candidate; 7,800 where each layer is counted again"
+
+
+def test_an_advice_says_what_layouts_and_more_sequences_change() -> None:
+    """One document of half of the tokens: contiguous shards load the first of two ranks."""
+    offer = Offer("h100_nvlink_ib", ra.get_machine("h100_nvlink_ib"), None)
+    lengths, model = (1 << 17, *(1 << 11,) * 64), load_model("llama3_8b")
+    advice = advise(Question(model, (offer,), sum(lengths), 2, 1, documents=lengths))
+    first = advice.best[0]
+    assert first.parallel.cp == 2 and {first.parallel.layout, *advice.layouts} == {"zigzag", "contiguous", "balanced"}
+    for name, step in advice.layouts.items():
+        assert (
+            step.seconds
+            == training_step(model, offer.machine, sum(lengths), replace(first.parallel, layout=name)).seconds
+        )
+        said = f"Layout: with {name} a step takes {duration(step.seconds)}, as {step.unequal}." in advice.changes
+        assert said == (step.seconds > 1.001 * first.step.seconds)
+    assert advice.layouts["contiguous"].imbalance[0] > 1.5 > first.step.imbalance[0]
+    assert advice.batched is None and not any(line.startswith("Batch") for line in advice.changes)
+    drawn = advise(Question(model, (offer,), 1 << 15, 2, documents=Lognormal(2000, 1.2)))
+    assert drawn.batched is not None and drawn.batched.tokens == 4 * drawn.best[0].step.tokens
+    assert drawn.question.resized(4).documents == Lognormal(2000, 1.2) and record(drawn)["question"]["documents"] == (
+        "lognormal(2000, 1.2, 0)"
+    )

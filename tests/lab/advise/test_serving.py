@@ -172,6 +172,9 @@ def test_servers_start_what_is_fastest_without_context_parallelism() -> None:
         assert words.startswith(f"{engine.name}: tp=8: {duration(fastest.seconds)} [modelled]. It splits prompts ")
         assert line in serving.record["launch"] and " --tensor-parallel-size 8 " in line
     assert answer(within=1e-9).launches == []
+    limit = {"phase": "prefill", "tokens": 1 << 17, "gpus": 16, "within": serving.best[16].seconds}
+    late = answer(model=load_model("llama3_8b"), offer=offer, **limit)
+    assert f"{fastest.seconds / serving.best[16].seconds:.3g} times the limit" in late.launches[0][0]
     two = answer(batch=16, gpus=16, machine=ra.get_machine("h100_nvlink_ib"))
     assert two.best[16].parallel.dp == 16 and "by this command for each of 16 groups" in two.launches[0][0]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.errors import InvalidInput
 from ringattn.lab.published.forecasts import CLOSED, Publication, read_forecasts
-from ringattn.lab.verbs.simulate_published import print_forecasts
+from ringattn.lab.verbs.score import print_forecasts
 
 STORED = Path(__file__).parents[3] / "benchmarks"
 
