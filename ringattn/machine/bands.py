@@ -33,13 +33,13 @@ class ErrorBand:
 BANDS: dict[tuple[str, str], tuple[ErrorBand | None, ...]] = {
     ("a100_nvlink_ib", "fa2"): (
         ErrorBand(24, 0.79, 2.35, 24),
-        ErrorBand(16, 0.94, 1.25, 16),
-        ErrorBand(113, 1.05, 1.35, 113),
+        ErrorBand(16, 0.88, 1.11, 16),
+        ErrorBand(113, 0.93, 1.19, 113),
     ),
-    ("a100_pcie", "fa2"): (ErrorBand(18, 0.53, 1.17, 18), ErrorBand(12, 0.92, 2.22, 12), ErrorBand(18, 0.8, 1.44, 18)),
+    ("a100_pcie", "fa2"): (ErrorBand(18, 0.53, 1.17, 18), ErrorBand(12, 0.92, 2.22, 12), ErrorBand(18, 0.79, 1.43, 18)),
     ("h100_nvlink_ib", "fa3"): (None, ErrorBand(128, 0.96, 1.11), ErrorBand(6, 0.97, 1.05)),
     ("h100_nvlink_ib", "triton"): (None, None, ErrorBand(6, 0.84, 0.92)),
-    ("h800_nvlink_ib", "fa2"): (None, ErrorBand(16, 0.82, 1.16, 16), None),
+    ("h800_nvlink_ib", "fa2"): (None, ErrorBand(16, 0.81, 1.14, 16), None),
 }
 
 

@@ -255,7 +255,7 @@ def test_the_bound_of_a_candidate_is_cheap() -> None:
         nonlocal calls
         calls += event == "call"
 
-    for parallel in (one := spreads[::170]):  # the stages are kept
+    for parallel in (one := spreads[::200]):  # the stages are kept
         question.step(offer.machine, parallel, least_attention_of_layers)
     sys.setprofile(count)
     try:

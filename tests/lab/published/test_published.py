@@ -80,7 +80,7 @@ def test_errors_are_those_of_rows_that_set_nothing(predictions: list[PredictedRo
         assert unseen.median <= median and unseen.p90 <= p90, unseen
         assert unseen.median < null.median and unseen.p90 < null.p90, null
     differ = {one.row.family for one in predictions if one.unseen != one.preset}
-    assert differ == {"zhuzilin", "zhuzilin-old", "zhuzilin-varlen", "usp-a100-pcie"}
+    assert differ == {"zhuzilin", "zhuzilin-old", "zhuzilin-varlen", "usp-a100-nvlink", "usp-a100-pcie"}
 
 
 def test_only_families_that_set_no_number_are_scored(predictions: list[PredictedRow]) -> None:
