@@ -24,6 +24,11 @@ CANDIDATE = 8
 #: queue of the memory. Spector et al., "Look Ma, No Bubbles" (2025): the 2.47e9 bytes of Llama-1B, with a hundred
 #: kernels in 16 layers, are read at 50 % of H100's 3.35e12 bytes/s instead of 80 %: 0.56 ms more; 1.3 us are the start.
 KERNELS, KERNEL_START = 7, 5e-6
+#: How far such times were from published ones (docs/cluster.md).
+ERRORS = {
+    "prefill": "ten published prefills on Hopper were modelled with errors of 15 and 23 % (median, P90)",
+    "decode": "nine published decodes on Hopper were modelled with errors of 4.5 and 12 % (median, P90)",
+}
 #: Maximum number of chunks in a prompt.
 MOST_CHUNKS = 1024
 

@@ -18,6 +18,7 @@ from ...text import command_lines
 from ..advise.advice import Advice, advise, explain, record, tabulate
 from ..advise.question import make_question
 from ..advise.serving import Serving, serve
+from ..models.inference import ERRORS
 from ..pages.figures import check_matplotlib
 from .settings import AdviseConfig
 
@@ -93,7 +94,7 @@ def _print_serving(serving: Serving) -> None:
     if serving.misses:
         print_paragraph(f"does not fit: {serving.describe_miss(max(serving.misses))}")
     library = "flops" if machine.kernel_rates is None else machine.kernel_rates.library
-    print_paragraph(f"note: a {question.phase} has no published measurement here; attention at the rate of {library}")
+    print_paragraph(f"note: {ERRORS[question.phase]}; attention at the rate of {library}")
 
 
 def _print(advice: Advice) -> None:

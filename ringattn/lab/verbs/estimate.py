@@ -19,7 +19,7 @@ from ...simulator.reporting.console import Number, print_grid, print_numbers, pr
 from ...simulator.timing.costs import JOULES_PER_KWH, SECONDS_PER_HOUR
 from ...text import digits, duration, plural, rate, size
 from ..models.config import ModelConfig, load_model
-from ..models.inference import decode, prefill
+from ..models.inference import ERRORS, decode, prefill
 from ..models.layer import ModelEstimate
 from ..models.parallel import Parallel
 from ..models.training import StepEstimate, training_step
@@ -110,7 +110,7 @@ def describe_errors(phase: str, estimate: ModelEstimate) -> str:
     """How far such predictions were from published measurements."""
     if isinstance(estimate, StepEstimate):
         return describe_steps(estimate.outside)
-    return f"a {phase} has no published measurement here"
+    return ERRORS[phase]
 
 
 def _fits(estimate: ModelEstimate) -> list[Number]:
