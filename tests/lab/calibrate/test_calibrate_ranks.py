@@ -81,7 +81,14 @@ def test_an_interrupted_calibration_keeps_its_rounds(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     words = ("transport=none", "threads=1", *SIZES[:2], "repeat=100000", *SIZES[3:], f"output.path={path}")
     command = [sys.executable, "-m", "ringattn", "calibrate", *words]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # jobs in the background ignore it
+    ) as process:
         deadline = time.monotonic() + 90
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
