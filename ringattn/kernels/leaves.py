@@ -166,6 +166,13 @@ def _take(stacks: Iterable[dict[int, Tensor]], runs: Sequence[range], at: slice 
         yield found.expand(len(runs), *found.shape[1:]).flatten(0, 1)
 
 
+def _own(trees: Iterable[Tree[Any]]) -> None:
+    """Copy the nodes that wait for another visit out of the results of their calls, all of which each would keep."""
+    for tree in trees:
+        for name, node in tree.nodes.items():
+            tree.nodes[name] = tuple([x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in node])
+
+
 class LeafSums:
     """The output of a rank's queries: trees of (out, lse) by leaf, and the rows of the leaves that are complete."""
 
@@ -271,6 +278,7 @@ class LeafPass(KernelPass):
                 lse = lse.masked_fill(call.empty, -torch.inf)
             for pair, *node in zip(call.pairs, out.split(len(q)), lse.split(len(q)), strict=True):
                 sums.put(pair, tuple(node))
+        _own(sums.trees.values())
 
     def visit_backward(self, visit: Visit, rows: QueryRows, block: Tensors, stay: LeafGrads, travel: Tensors) -> None:
         leaves, (by_query, by_key) = visit.leaves, self._numbers(visit)
@@ -299,6 +307,7 @@ class LeafPass(KernelPass):
             for pair, dq, dk, dv in zip(call.pairs, *parts, strict=True):
                 stay.put(pair.query, pair.q, self.call.prepared[pair.query], (0, pair.key - pair.first), (dq,))
                 columns[pair.key].put(0, pair.query - pair.first, (dk, dv))
+        _own(stay.trees.values())
         self._send(leaves, columns, travel)
 
     def _numbers(self, visit: Visit) -> tuple[Tensors, Tensors]:
@@ -325,6 +334,7 @@ class LeafPass(KernelPass):
             own: Any = travel[0]
             for (leaf, *name), node in found.items():
                 own.put(leaf, rows[leaf], leaves.by_key[leaf], tuple(name), node)
+            _own(own.trees.values())
             return
         assert {*found} == {*leaves.nodes.names}, "the plan names all nodes"
         for total, *parts in zip(travel, *map(found.__getitem__, leaves.nodes.names), strict=True):

@@ -299,3 +299,17 @@ def test_modules_take_it() -> None:
     ):
         out, lse = module(*case.inputs, return_lse=True)
         assert torch.equal(out, wanted.out) and torch.equal(lse, wanted.lse)
+
+
+def test_nodes_that_wait_keep_no_results_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    visit, waiting = leaves.LeafPass.visit_forward, list[torch.Tensor]()
+
+    def look(self: Any, one: Any, q: Any, block: Any, sums: Any) -> None:
+        visit(self, one, q, block, sums)
+        waiting.extend(x for tree in sums.trees.values() for node in tree.nodes.values() for x in node)
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in waiting)
+
+    monkeypatch.setattr(leaves.LeafPass, "visit_forward", look)
+    q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    ra.virtual_attention(q, k, v, Causal(), ranks=3, layout="zigzag", reproducible=16)
+    assert waiting
