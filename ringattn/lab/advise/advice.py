@@ -353,7 +353,10 @@ def explain(candidate: TrainingCandidate) -> str:
 def nearest_miss(found: Found) -> str:
     """The candidate that exceeds the memory of a GPU least, as text; "" if none was too large."""
     one = min(found.too_large, key=lambda one: one.step.bytes, default=None)
-    return f"the nearest miss is {one.name}, {one.choices}: {one.step.lacks}" if one else ""
+    if one is None:
+        return ""
+    schedule = f", schedule={one.parallel.schedule}" if one.parallel.cp > 1 else ""
+    return f"the nearest miss is {one.name}, {one.choices}{schedule}: {one.step.lacks}"
 
 
 def describe_numbers(advice: Advice) -> list[str]:

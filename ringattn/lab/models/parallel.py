@@ -56,6 +56,10 @@ class Software:
     #: fp32, in which FSDP reduces them).
     states: tuple[int, int, int] = (2, 4, 12)
 
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.lora < 1:
+            raise InvalidInput(f"lora={self.lora}: the rank must be at least 1; try lora=16")
+
 
 #: torchtitan with FSDP: fp32 shards, from which it gathers bf16, and a loss over all logits.
 TORCHTITAN = Software(states=(4, 4, 8), loss_rows=None)
@@ -178,8 +182,6 @@ class Parallel:
                 f"documents: their {given:,} tokens do not fill a sequence of {tokens:,}; give the rest as one more "
                 f"document, or tokens={given}"
             )
-        if self.software.lora is not None and self.software.lora < 1:
-            raise InvalidInput(f"lora={self.software.lora}: the rank must be at least 1; try lora=16")
         if model.experts == 1 < self.ep:
             raise InvalidInput(f"ep={self.ep}: {model.name} has no experts; leave ep out")
         if (most := gcd(model.experts - model.shared, self.group)) % self.ep:

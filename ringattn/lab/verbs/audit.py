@@ -38,7 +38,7 @@ def main(config: AuditConfig) -> None:
     config.check()
     check_json(config.output.path)
     launch = detect()
-    chosen = config.ranks or (4 if len(os.sched_getaffinity(0)) > 3 else 3)
+    chosen = (4 if len(os.sched_getaffinity(0)) > 3 else 3) if config.ranks is None else config.ranks
     ranks = chosen if launch.kind == "none" else launch.world
     if ranks < 2:
         raise InvalidInput(f"ranks={ranks}: one rank sends nothing; try 2 ranks")
