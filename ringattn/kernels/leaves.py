@@ -87,6 +87,10 @@ def _tabulate(pairs: Sequence[LeafPair], heads: int, kv_heads: int, device: torc
     return LeafTable(queries, keys, tuple(_calls_of(groups, heads, kv_heads, device)))
 
 
+def _pad(length: int) -> int:
+    return -(-length // ALIGNED) * ALIGNED
+
+
 def _by_length(runs: Iterable[range]) -> dict[int, list[range]]:
     found: dict[int, list[range]] = {}
     for run in sorted({*runs}, key=lambda run: run.start):
@@ -99,7 +103,7 @@ def _calls_of(
     heads: int, kv_heads: int, device: torch.device,
 ) -> Iterator[LeafCall]:  # fmt: skip
     for (rows, columns, tiles), group in groups.items():
-        n, m = (-(-x // ALIGNED) * ALIGNED for x in (rows, columns))
+        n, m = map(_pad, (rows, columns))
         work = Work(range(heads), range(kv_heads), range(n), (range(m),))
         hidden = empty = None
         if tiles == (Tile(range(heads), range(rows), range(columns), 0),) and rows == columns:
@@ -129,6 +133,7 @@ def _cut(group: Sequence[tuple[int, int, LeafPair]], most: int) -> Iterator[list
 
 
 def _place(at: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Where the leaves of a call are in a stack: a slice if they are neighbors, or one leaf for all pairs."""
     count = 1 if len({*at}) == 1 else len(at)
     if (*at,) == (*range(at[0], at[0] + count),) * (len(at) // count):
         return slice(at[0], at[0] + count)
@@ -151,19 +156,18 @@ def _stack(x: Tensor, by_length: dict[int, list[range]], fill: float = 0.0) -> d
     batch, heads, _, *width = x.shape
     stacks = {}
     for length, runs in by_length.items():
-        padded = -(-length // ALIGNED) * ALIGNED
-        stacks[length] = found = x.new_empty((len(runs), batch, heads, padded, *width))
+        stacks[length] = found = x.new_empty((len(runs), batch, heads, _pad(length), *width))
         found[:, :, :, length:] = fill
         for target, run in zip(found, runs, strict=True):
             target[:, :, :length] = x[:, :, run.start : run.stop]
     return stacks
 
 
-def _take(stacks: Iterable[dict[int, Tensor]], runs: Sequence[range], at: slice | Tensor) -> Iterator[Tensor]:
+def _take(stacks: Iterable[dict[int, Tensor]], length: int, at: slice | Tensor, pairs: int) -> Iterator[Tensor]:
     """The leaves of a call, [pairs * B, H, length, ...], of each tensor; a slice of one is the same leaf for all."""
     for each in stacks:
-        found = each[len(runs[0])][at]
-        yield found.expand(len(runs), *found.shape[1:]).flatten(0, 1)
+        found = each[length][at]
+        yield found.expand(pairs, *found.shape[1:]).flatten(0, 1)
 
 
 def _own(trees: Iterable[Tree[Any]]) -> None:
@@ -269,8 +273,8 @@ class LeafPass(KernelPass):
         rows = [_stack(x, visit.table.queries) for x in (q, *by_query)]
         columns = [_stack(x, visit.table.keys) for x in (*block, *by_key)]
         for call in visit.table.calls:
-            query, *streams = _take(rows, [pair.q for pair in call.pairs], call.queries)
-            k, v, *steps = _take(columns, [pair.k for pair in call.pairs], call.keys)
+            query, *streams = _take(rows, len(call.pairs[0].q), call.queries, len(call.pairs))
+            k, v, *steps = _take(columns, len(call.pairs[0].k), call.keys, len(call.pairs))
             out, lse = self._kernel_of(call, *streams, *steps).forward(query, k, v, call.work, self.call.scale)
             out, lse = as_dtype(out, wide(q.dtype)), lse.double()
             if call.empty is not None:
@@ -298,8 +302,8 @@ class LeafPass(KernelPass):
         of_queries.append(_stack(rows.lse, visit.table.queries, HIDDEN))
         of_keys = [_stack(x, visit.table.keys) for x in (k, v, *by_key)]
         for call in visit.table.calls:
-            grad, query, out, *streams, lse = _take(of_queries, [pair.q for pair in call.pairs], call.queries)
-            keys, values, *steps = _take(of_keys, [pair.k for pair in call.pairs], call.keys)
+            grad, query, out, *streams, lse = _take(of_queries, len(call.pairs[0].q), call.queries, len(call.pairs))
+            keys, values, *steps = _take(of_keys, len(call.pairs[0].k), call.keys, len(call.pairs))
             lse = lse if call.empty is None else lse.masked_fill(call.empty, HIDDEN)
             kernel = self._kernel_of(call, *streams, *steps)
             found = kernel.backward(grad, query, keys, values, out, lse, call.work, self.call.scale)
