@@ -176,7 +176,7 @@ class Parallel:
                 f"dtype={dtype}: this machine's rates are for {machine.flops_dtype}; try "
                 f"dtype={machine.flops_dtype}, or a machine with flops= and without flops_dtype"
             )
-        self._check_checkpoints(model, machine)
+        self._check_support(model, machine)
         if self.documents and (given := sum(self.lengths(tokens))) != tokens:
             raise InvalidInput(
                 f"documents: their {given:,} tokens do not fill a sequence of {tokens:,}; give the rest as one more "
@@ -207,7 +207,7 @@ class Parallel:
                 f"{self.count}; try batch={self.pp}"
             )
 
-    def _check_checkpoints(self, model: ModelConfig, machine: Machine) -> None:
+    def _check_support(self, model: ModelConfig, machine: Machine) -> None:
         """Raise InvalidInput where the machine lacks a rate, or the model has no heads to take one by one."""
         if model.latent is not None and self.checkpointing == "heads":
             raise InvalidInput(f"checkpointing=heads: all heads of {model.name} share latents; try checkpointing=host")
